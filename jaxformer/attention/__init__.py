@@ -1,0 +1,83 @@
+"""Attention behind one signature: q, k, v, a `Mask`, a bias; the same result from every implementation, or an error.
+
+`IMPLEMENTATIONS["mine"] = f` adds one. None falls back in silence: an implementation that cannot honour an argument
+refuses it and names one that can. `cached_attention` reads the layers of a cache where they lie.
+"""
+
+from collections.abc import Callable
+
+from jaxtyping import Array, Float
+
+from jaxformer.attention.cached import cached_attention
+from jaxformer.attention.einsum import einsum_attention, masked_softmax
+from jaxformer.masks import Mask
+
+__all__ = ["IMPLEMENTATIONS", "attention", "cached_attention", "masked_softmax", "resolve"]
+
+IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"einsum": einsum_attention}
+"""Name -> implementation. Each takes (q, k, v, mask, bias, *, scale, softcap, pattern_fn)."""
+
+
+def resolve(implementation: str) -> Callable[..., Array]:
+    """Returns the implementation of this name; "auto" is einsum on every backend.
+
+    Raises:
+      KeyError: an unknown name.
+    """
+    name = "einsum" if implementation == "auto" else implementation
+    if name not in IMPLEMENTATIONS:
+        raise KeyError(f"attention implementation {name!r} is unknown; choose one of {['auto', *IMPLEMENTATIONS]}")
+    return IMPLEMENTATIONS[name]
+
+
+def attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    mask: Mask,
+    bias: Float[Array, "#B N T S"] | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pattern_fn: Callable[[Array], Array] | None = None,
+    implementation: str = "auto",
+) -> Float[Array, "B T N H"]:
+    """Returns z = softmax(scale * q k^T + bias) v over the keys that the mask allows.
+
+    The layout is batch, token, head, width. Query head n reads key/value head n // (N // K). A query that may attend to
+    nothing gets exactly 0, with finite gradients. Scores and softmax are float32 under every input type.
+
+    Args:
+      mask: who may attend to whom; its batch axis may be 1.
+      bias: float32, added to the scores after scaling and capping.
+      scale: factor on q . k; H ** -0.5 as a rule.
+      softcap: bounds the scores to (-softcap, softcap) before the bias and the mask; None: no bound.
+      pattern_fn: reads or replaces the pattern [B N T S]; only einsum has one.
+      implementation: key of `IMPLEMENTATIONS`, or "auto".
+
+    Raises:
+      ValueError: shapes that do not fit together.
+      KeyError: an unknown implementation.
+
+    References:
+      Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; Ainslie et al. 2023, "GQA", section 2.2.
+    """
+    _check_shapes(q, k, v, mask)
+    return resolve(implementation)(q, k, v, mask, bias, scale=scale, softcap=softcap, pattern_fn=pattern_fn)
+
+
+def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {x.shape}; it must be [batch, tokens, heads, width]")
+    (B, T, N, H), (Bk, S, K, Hk) = q.shape, k.shape
+    if (Bk, Hk) != (B, H) or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, keys, kv heads and width")
+    if N % K:
+        raise ValueError(f"{N} query heads are not a multiple of {K} key/value heads; each must serve the same number")
+    rows = {mask.q_positions.shape[0], mask.kv_positions.shape[0]} - {1, B}
+    if rows or (mask.q_positions.shape[1], mask.kv_positions.shape[1]) != (T, S):
+        raise ValueError(
+            f"the mask is of positions {mask.q_positions.shape} x {mask.kv_positions.shape}, but q is [{B} {T}] "
+            f"and k is [{B} {S}]"
+        )

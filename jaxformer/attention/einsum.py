@@ -1,0 +1,53 @@
+"""Scaled dot-product attention with the whole pattern in memory: the reference implementation.
+
+    z = softmax(scale * q k^T + bias) v                                   (Vaswani et al. 2017, equation 1)
+
+It honours every argument and is the only implementation in which the pattern exists, so that it can be read or edited.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+from jaxtyping import Array, Bool, Float
+
+from jaxformer.masks import Mask
+
+
+def masked_softmax(scores: Float[Array, "*B S"], allowed: Bool[Array, "*#B S"]) -> Float[Array, "*B S"]:
+    """Returns the softmax over the allowed keys; a row that allows none is exactly 0, with finite gradients."""
+    # The lowest finite number and not -inf: an empty row would be 0 / 0, whose NaN reaches every gradient.
+    pattern = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(scores.dtype).min), axis=-1)
+    return jnp.where(allowed, pattern, 0)
+
+
+def softcapped(scores: Array, softcap: float | None) -> Array:
+    """Bounds scores to (-softcap, softcap) smoothly; None leaves them (Gemma 2, 2024, section 2)."""
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+
+
+def einsum_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    mask: Mask,
+    bias: Float[Array, "#B N T S"] | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    pattern_fn: Callable[[Array], Array] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attends with [B N T S] scores in float32; see `attention` for the arguments."""
+    K = k.shape[2]
+    q = rearrange(q, "B T (K G) H -> B T K G H", K=K)
+    scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * scale
+    scores = rearrange(softcapped(scores, softcap), "B K G T S -> B (K G) T S")
+    if bias is not None:
+        scores = scores + bias
+    pattern = masked_softmax(scores, mask.dense())
+    if pattern_fn is not None:
+        pattern = pattern_fn(pattern)
+    pattern = rearrange(pattern.astype(v.dtype), "B (K G) T S -> B K G T S", K=K)
+    z = jnp.einsum("BKGTS,BSKH->BTKGH", pattern, v)
+    return rearrange(z, "B T K G H -> B T (K G) H")

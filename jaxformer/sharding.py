@@ -1,0 +1,118 @@
+"""Which axis of the machine holds which axis of an array.
+
+A parameter's path gives its dimension letters, and a letter gives a mesh axis:
+
+    decoder/layers_0/attn/q_proj/kernel  ->  D N H  ->  PartitionSpec("fsdp", "tensor", None)
+
+Modules carry no sharding metadata. Optimizer moments have the parameters' paths as suffix and so the same layout.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jaxformer.trees import path_name
+
+MESH_AXES = ("data", "fsdp", "tensor")
+"""data splits the batch; fsdp splits the batch and the parameters' width D; tensor splits heads, F and V."""
+
+LETTER_AXES: dict[str, str | tuple[str, ...] | None] = {
+    "B": ("data", "fsdp"),
+    "D": "fsdp",
+    "N": "tensor",
+    "K": "tensor",
+    "F": "tensor",
+    "V": "tensor",
+    "T": None,
+    "H": None,
+    "L": None,
+    "P": None,
+}
+
+RULES: tuple[tuple[str, str], ...] = (
+    (r"embed/embedding", "VD"),
+    (r"position_embed/embedding", "PD"),
+    (r"q_proj/kernel", "DNH"),
+    (r"q_proj/bias", "NH"),
+    (r"[kv]_proj/kernel", "DKH"),
+    (r"[kv]_proj/bias", "KH"),
+    (r"o_proj/kernel", "NHD"),
+    (r"(up|gate)_proj/kernel", "DF"),
+    (r"(up|gate)_proj/bias", "F"),
+    (r"down_proj/kernel", "FD"),
+    (r"(o|down)_proj/bias", "D"),
+    (r"\w+_norm/(scale|bias)", "D"),
+    (r"lm_head/kernel", "DV"),
+)
+"""The end of a parameter's path (whole components) -> its dimension letters, without the L of stacked layers."""
+
+
+def letters(path: str) -> str:
+    """Returns the dimension letters of a parameter's path.
+
+    Raises:
+      KeyError: no rule, or more than one, fits the path.
+    """
+    found = [dims for pattern, dims in RULES if re.search(rf"(^|/){pattern}$", path)]
+    if len(found) != 1:
+        raise KeyError(f"{len(found)} sharding rules fit parameter {path!r}; give it exactly one in sharding.RULES")
+    return ("L" if "layers" in path.split("/") else "") + found[0]
+
+
+def make_mesh(axes: Mapping[str, int]) -> Mesh:
+    """Makes a mesh over all devices from sizes such as {"data": 2, "fsdp": 4}; axes not named have size 1.
+
+    Raises:
+      ValueError: an unknown axis, or sizes whose product is not the number of devices.
+    """
+    unknown = set(axes) - set(MESH_AXES)
+    if unknown:
+        raise ValueError(f"mesh axes {sorted(unknown)} are unknown; choose from {list(MESH_AXES)}")
+    shape = tuple(axes.get(name, 1) for name in MESH_AXES)
+    if math.prod(shape) != jax.device_count():
+        sizes = dict(zip(MESH_AXES, shape, strict=True))
+        raise ValueError(f"the mesh {sizes} has {math.prod(shape)} places for {jax.device_count()} devices")
+    # Auto: under the Explicit default linen's plain products and gathers are refused.
+    return jax.make_mesh(shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def spec(dims: str) -> PartitionSpec:
+    """Returns the partition of an array by its dimension letters, such as "BTD"."""
+    return PartitionSpec(*(LETTER_AXES[letter] for letter in dims))
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """Returns a tree of NamedShardings for parameters or a whole training state; scalars are replicated.
+
+    Raises:
+      KeyError: a leaf without a rule of its own.
+      ValueError: a size that its mesh axis does not divide.
+    """
+
+    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        if leaf.ndim == 0:
+            return NamedSharding(mesh, PartitionSpec())
+        name = path_name(path)
+        partition = spec(letters(name))
+        for dim, size, axis in zip(letters(name), leaf.shape, partition, strict=True):
+            if axis is not None and size % mesh.shape[axis]:
+                raise ValueError(
+                    f"{name}: size {dim}={size} is not a multiple of mesh axis {axis}={mesh.shape[axis]}; "
+                    "change the size or the mesh"
+                )
+        return NamedSharding(mesh, partition)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def constrain(x: Array, dims: str) -> Array:
+    """Tells the compiler how an activation lies on the mesh set by `jax.set_mesh`; without a mesh, returns x as it is."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not set(MESH_AXES) <= set(mesh.axis_names):
+        return x
+    return jax.lax.with_sharding_constraint(x, spec(dims))

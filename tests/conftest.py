@@ -1,0 +1,25 @@
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from jaxtyping import install_import_hook
+
+# Every call of the package is checked against its annotations, shapes included, while the tests run.
+install_import_hook("jaxformer", "beartype.beartype")
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "jaxformer-test-cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@pytest.fixture
+def rng():
+    import numpy as np
+
+    return np.random.default_rng(0)

@@ -1,0 +1,393 @@
+"""The Transformer in NumPy float64, explicit and slow: what the tests compare the package with.
+
+Written from the papers, formula by formula, and never from the package: this file imports numpy, math and typing only.
+Nothing here is fast, differentiable or checked; where a loop says the formula best, it is a loop. Letters: B batch,
+T query tokens, S key/value tokens, N query heads, K key/value heads, H head width, D model width, F feed-forward width,
+V vocabulary, L layers. A position of -1 means that there is no token (padding, an empty cache slot).
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+Params = dict[str, Any]
+
+
+def f64(x: Any) -> Array:
+    return np.asarray(x, dtype=np.float64)
+
+
+# Attention ------------------------------------------------------------------------------------------------------------
+
+
+def softmax(x: Array, axis: int = -1) -> Array:
+    """exp(x) / sum exp(x). An entry of -inf gets exactly 0; a slice of nothing but -inf has no softmax."""
+    x = f64(x)
+    e = np.exp(x - x.max(axis=axis, keepdims=True))
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    allowed: Array,
+    bias: Array | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    with_pattern: bool = False,
+) -> Any:
+    """z = pattern @ v with pattern = softmax(cap(scale * q . k) + bias) over the allowed keys; nothing allowed gives 0.
+
+    q [B T N H], k and v [B S K H], allowed and bias [B|1 N|1 T S]; returns z [B T N H], with_pattern (z, [B N T S]).
+    Vaswani et al. 2017, equation 1. Grouped queries: query head n reads kv head n // (N / K) (Ainslie et al. 2023,
+    section 2.2). cap(x) = softcap * tanh(x / softcap), before the bias is added (Gemma 2, Gemma Team 2024, section 2).
+    """
+    q, k, v = f64(q), f64(k), f64(v)
+    B, T, N, _ = q.shape
+    S, K = k.shape[1:3]
+    allowed = np.broadcast_to(allowed, (B, N, T, S))
+    bias = np.broadcast_to(f64(0.0 if bias is None else bias), (B, N, T, S))
+    z, pattern = np.zeros((B, T, N, v.shape[-1])), np.zeros((B, N, T, S))
+    for b, n, t in np.ndindex(B, N, T):
+        keys, head = np.flatnonzero(allowed[b, n, t]), n // (N // K)
+        if len(keys) == 0:
+            continue
+        scores = scale * (k[b, keys, head] @ q[b, t, n])
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        pattern[b, n, t, keys] = softmax(scores + bias[b, n, t, keys])
+        z[b, t, n] = pattern[b, n, t, keys] @ v[b, keys, head]
+    return (z, pattern) if with_pattern else z
+
+
+def allowed(
+    q_positions: Array,
+    kv_positions: Array,
+    q_segments: Array | None = None,
+    kv_segments: Array | None = None,
+    causal: bool = False,
+    window: int | None = None,
+) -> Array:
+    """Who may attend to whom: bool [B 1 T S] from positions and segments [B T] and [B S].
+
+    Causal: Vaswani et al. 2017, section 3.2.3. Window: a causal query sees itself and the window - 1 positions before
+    it (Jiang et al. 2023, "Mistral 7B", section 2); without causal, as many on either side.
+    """
+    q, kv = np.asarray(q_positions)[:, None, :, None], np.asarray(kv_positions)[:, None, None, :]
+    ok = (kv >= 0) & np.ones_like(q, dtype=bool)
+    if causal:
+        ok &= kv <= q
+    if window is not None:
+        ok &= (q - kv < window) if causal else (abs(q - kv) < window)
+    if q_segments is not None:
+        ok = ok & (np.asarray(q_segments)[:, None, :, None] == np.asarray(kv_segments)[:, None, None, :])
+    return ok
+
+
+# Positions ------------------------------------------------------------------------------------------------------------
+
+
+def positions_from_segments(segments: Array) -> Array:
+    """Counts 0, 1, 2, ... within each run of one non-zero segment id; -1 where the segment is 0 (padding)."""
+    segments = np.asarray(segments)
+    positions = np.full(segments.shape, -1, dtype=np.int64)
+    for b, t in np.ndindex(*segments.shape):
+        if segments[b, t] != 0:
+            continues = t > 0 and segments[b, t] == segments[b, t - 1]
+            positions[b, t] = positions[b, t - 1] + 1 if continues else 0
+    return positions
+
+
+def sinusoidal(positions: Array, D: int) -> Array:
+    """[... D]: lane 2i is sin(pos / 10000^(2i/D)) and lane 2i+1 its cosine (Vaswani et al. 2017, section 3.5)."""
+    out = np.zeros((*np.shape(positions), D))
+    for i in range(D // 2):
+        angle = f64(positions) / 10000.0 ** (2 * i / D)
+        out[..., 2 * i], out[..., 2 * i + 1] = np.sin(angle), np.cos(angle)
+    return out
+
+
+def rotary(x: Array, positions: Array, base: float = 10000.0, *, interleaved: bool = False) -> Array:
+    """Turns pair i of the lanes of x [B T N H] by the angle position * base^(-2i/H), positions [B T].
+
+    Su et al. 2021, "RoFormer", equations 15 and 34. The paper pairs lanes (2i, 2i+1): interleaved. The default pairs
+    (i, i + H/2), which is the same rotation with the lanes of each head permuted.
+    """
+    x, H = f64(x), np.shape(x)[-1]
+    out = np.zeros_like(x)
+    for i in range(H // 2):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + H // 2)
+        angle = f64(positions)[:, :, None] * base ** (-2 * i / H)
+        out[..., a] = x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle)
+        out[..., b] = x[..., b] * np.cos(angle) + x[..., a] * np.sin(angle)
+    return out
+
+
+# Layers ---------------------------------------------------------------------------------------------------------------
+
+
+def layernorm(x: Array, scale: Array, bias: Array | None, eps: float) -> Array:
+    """(x - mean) / sqrt(variance + eps) * scale + bias (Ba et al. 2016, equations 3 and 4); biased variance."""
+    x = f64(x)
+    centred = x - x.mean(-1, keepdims=True)
+    y = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps) * f64(scale)
+    return y if bias is None else y + f64(bias)
+
+
+def rmsnorm(x: Array, scale: Array, eps: float) -> Array:
+    """x / sqrt(mean(x^2) + eps) * scale (Zhang and Sennrich 2019, equation 4)."""
+    x = f64(x)
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * f64(scale)
+
+
+def relu(x: Array) -> Array:
+    return np.maximum(f64(x), 0.0)
+
+
+def gelu(x: Array) -> Array:
+    """x * Phi(x), Phi the standard normal distribution function (Hendrycks and Gimpel 2016, section 2)."""
+    x = f64(x)
+    return x * 0.5 * (1.0 + np.vectorize(math.erf, otypes=[np.float64])(x / math.sqrt(2.0)))
+
+
+def gelu_tanh(x: Array) -> Array:
+    """0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) (Hendrycks and Gimpel 2016, section 2)."""
+    x = f64(x)
+    return 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def silu(x: Array) -> Array:
+    """x * sigmoid(x) (Hendrycks and Gimpel 2016; Ramachandran et al. 2017, where it is Swish with beta 1)."""
+    x = f64(x)
+    return x * 0.5 * (1.0 + np.tanh(0.5 * x))  # sigmoid(x) = (1 + tanh(x/2)) / 2, which cannot overflow
+
+
+ACTIVATIONS = {"relu": relu, "gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}
+
+
+def dense(x: Array, p: Params, equation: str) -> Array:
+    """x times p["kernel"] by an einsum, plus p["bias"] where there is one."""
+    y = np.einsum(equation, f64(x), f64(p["kernel"]))
+    return y + f64(p["bias"]) if "bias" in p else y
+
+
+def mlp(x: Array, p: Params, activation: str) -> Array:
+    """down(act(up(x))), or down(act(gate(x)) * up(x)) where p has a gate_proj, x [B T D].
+
+    Vaswani et al. 2017, equation 2; gated: Shazeer 2020, equations 5 and 6.
+    """
+    act, up = ACTIVATIONS[activation], dense(x, p["up_proj"], "BTD,DF->BTF")
+    inner = act(dense(x, p["gate_proj"], "BTD,DF->BTF")) * up if "gate_proj" in p else act(up)
+    return dense(inner, p["down_proj"], "BTF,FD->BTD")
+
+
+# Whole models: config is a plain dict with the fields of Config, params a nested dict of arrays -----------------------
+
+
+def norm(x: Array, p: Params, config: Params) -> Array:
+    if config["norm"] == "rmsnorm":
+        return rmsnorm(x, p["scale"], config["norm_eps"])
+    return layernorm(x, p["scale"], p.get("bias"), config["norm_eps"])
+
+
+def multi_head(
+    x: Array, y: Array, p: Params, config: Params, x_positions: Array, y_positions: Array, ok: Array
+) -> Array:
+    """Multi-head attention with queries from x [B T D], keys and values from y [B S D] (Vaswani et al. 2017, 3.2.2)."""
+    q = dense(x, p["q_proj"], "BTD,DNH->BTNH")
+    k, v = (dense(y, p[name], "BSD,DKH->BSKH") for name in ("k_proj", "v_proj"))
+    if config["positions"] == "rotary":
+        q, k = rotary(q, x_positions, config["rotary_base"]), rotary(k, y_positions, config["rotary_base"])
+    scale = config["attention_scale"] or q.shape[-1] ** -0.5
+    return dense(attention(q, k, v, ok, scale=scale), p["o_proj"], "BTNH,NHD->BTD")
+
+
+def block(x: Array, p: Params, config: Params, positions: Array, ok: Array) -> Array:
+    """Self-attention, then the feed-forward layer, each with its norm and residual.
+
+    post: norm(x + f(x)) (Vaswani et al. 2017, section 3.1). pre: x + f(norm(x)) (Xiong et al. 2020, table 1).
+    """
+    sublayers = {
+        "attn": lambda h: multi_head(h, h, p["attn"], config, positions, positions, ok),
+        "mlp": lambda h: mlp(h, p["mlp"], config["activation"]),
+    }
+    for name, f in sublayers.items():
+        if config["residual"] == "pre":
+            x = x + f(norm(x, p[f"{name}_norm"], config))
+        else:
+            x = norm(x + f(x), p[f"{name}_norm"], config)
+    return x
+
+
+def embed(params: Params, config: Params, ids: Array, positions: Array) -> Array:
+    """Token vectors, times sqrt(D) with embed_scale (Vaswani et al. 2017, section 3.4), plus position vectors."""
+    x = f64(params["embed"]["embedding"])[np.asarray(ids)]
+    D = x.shape[-1]
+    if config["embed_scale"]:
+        x = x * math.sqrt(D)
+    if config["positions"] == "learned":  # padding reads row 0: any finite vector does
+        x = x + f64(params["position_embed"]["embedding"])[np.maximum(positions, 0)]
+    if config["positions"] == "sinusoidal":
+        x = x + sinusoidal(positions, D)
+    return x
+
+
+def decoder(
+    params: Params, config: Params, ids: Array, positions: Any = None, segments: Any = None, *, with_streams=False
+) -> Any:
+    """Logits [B T V] of a decoder-only language model; only those at positions >= 0 mean anything.
+
+    positions None: 0, 1, 2, ... within each segment, or from the first token on where segments is None too.
+    with_streams: also returns the residual stream [L+1 B T D], after the embedding and each layer (no final norm).
+    """
+    ids = np.asarray(ids)
+    if positions is None:
+        positions = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
+        positions = positions if segments is None else positions_from_segments(segments)
+    ok = allowed(positions, positions, segments, segments, causal=True)
+    streams = [embed(params, config, ids, positions)]
+    for i in range(config["num_layers"]):
+        streams.append(block(streams[-1], params["decoder"][f"layers_{i}"], config, positions, ok))
+    hidden = streams[-1]
+    if config["residual"] == "pre":
+        hidden = norm(hidden, params["decoder"]["final_norm"], config)
+    if config["tie_embeddings"]:  # Press and Wolf 2017
+        logits = np.einsum("BTD,VD->BTV", hidden, f64(params["embed"]["embedding"]))
+    else:
+        logits = dense(hidden, params["lm_head"], "BTD,DV->BTV")
+    return (logits, np.stack(streams)) if with_streams else logits
+
+
+def greedy(params: Params, config: Params, ids: Array, steps: int) -> Array:
+    """The `steps` most likely next tokens [B steps] of unpadded prompts, each from a full forward pass (no cache)."""
+    ids = np.asarray(ids)
+    for _ in range(steps):
+        following = decoder(params, config, ids)[:, -1].argmax(-1)
+        ids = np.concatenate([ids, following[:, None]], axis=1)
+    return ids[:, ids.shape[1] - steps :]
+
+
+# Loss -----------------------------------------------------------------------------------------------------------------
+
+
+def logsumexp(row: Array) -> float:
+    return float(row.max() + math.log(np.exp(row - row.max()).sum()))
+
+
+def cross_entropy(
+    logits: Array, labels: Array, weights: Array, label_smoothing: float = 0.0, z_loss: float = 0.0
+) -> float:
+    """Sum of weighted token losses over the sum of the weights; 0 where nothing has weight.
+
+    A token's loss is -sum_v q_v log p_v + z_loss * logsumexp(logits)^2 with q = (1 - e) onehot + e / V. The label of a
+    token without weight is never read. Smoothing e: Szegedy et al. 2016, section 7; z-loss: Chowdhery et al. 2022,
+    "PaLM", section 5.
+    """
+    logits, labels, weights, total = f64(logits), np.asarray(labels), f64(weights), 0.0
+    for at in np.ndindex(*weights.shape):
+        if weights[at] == 0:
+            continue
+        row, V = logits[at], logits.shape[-1]
+        log_z = logsumexp(row)
+        target = np.full(V, label_smoothing / V)
+        target[labels[at]] += 1.0 - label_smoothing
+        total += weights[at] * (target @ (log_z - row) + z_loss * log_z**2)
+    return float(total / weights.sum()) if weights.any() else 0.0
+
+
+# Sampling: logits [... V] -> logits with -inf for what is excluded; softmax() of the result is the distribution -------
+
+
+def ranked(row: Array) -> list[int]:
+    """Token ids from most to least likely, equal ones by id."""
+    return sorted(range(len(row)), key=lambda token: (-row[token], token))
+
+
+def keep(row: Array, tokens: list[int]) -> Array:
+    out = np.full(len(row), -np.inf)
+    out[tokens] = row[tokens]
+    return out
+
+
+def temperature(logits: Array, t: Any) -> Array:
+    """logits / t, t a number or one per row; t = 0 keeps the most likely token only (Holtzman et al. 2020, 3.3)."""
+    logits = f64(logits)
+    t = np.broadcast_to(f64(t), logits.shape[:-1])
+    out = np.zeros_like(logits)
+    for at in np.ndindex(*t.shape):
+        out[at] = keep(logits[at], ranked(logits[at])[:1]) if t[at] == 0 else logits[at] / t[at]
+    return out
+
+
+def top_k(logits: Array, k: int) -> Array:
+    """Keeps exactly the k most likely tokens (all, if k is at least V); equal ones by lower id (Fan et al. 2018)."""
+    return np.apply_along_axis(lambda row: keep(row, ranked(row)[:k]), -1, f64(logits))
+
+
+def top_p(logits: Array, p: float) -> Array:
+    """Keeps the smallest set of most likely tokens whose mass reaches p, one at least (Holtzman et al. 2020, 3.1).
+
+    p = 1 keeps every token. Where a mass equals p up to rounding, float32 code may rightly keep another set.
+    """
+
+    def nucleus(row: Array) -> Array:
+        probs, tokens = softmax(row), ranked(row)
+        kept, mass = tokens[:1], probs[tokens[0]]
+        for token in tokens[1:]:
+            if mass >= p and p < 1:
+                break
+            kept, mass = [*kept, token], mass + probs[token]
+        return keep(row, kept)
+
+    return np.apply_along_axis(nucleus, -1, f64(logits))
+
+
+# Optimisation ---------------------------------------------------------------------------------------------------------
+
+
+def adamw(
+    x: Array, grad: Array, m: Array, v: Array, step: int, *, lr: float, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.0
+) -> tuple[Array, Array, Array]:
+    """One update of one array: new (x, m, v). The first step is number 1; m and v start at 0.
+
+    Loshchilov and Hutter 2019, algorithm 2, with alpha = 1 and lr as eta: it multiplies the decay too.
+    """
+    x, grad = f64(x), f64(grad)
+    m = b1 * f64(m) + (1 - b1) * grad
+    v = b2 * f64(v) + (1 - b2) * grad**2
+    m_hat, v_hat = m / (1 - b1**step), v / (1 - b2**step)
+    return x - lr * (m_hat / (np.sqrt(v_hat) + eps) + weight_decay * x), m, v
+
+
+def warmup_cosine(step: int, *, peak: float, warmup: int, total: int, final_fraction: float = 0.0) -> float:
+    """Linear from 0 to peak over `warmup` steps, half a cosine down to final_fraction * peak at `total`, then flat.
+
+    Loshchilov and Hutter 2017, "SGDR", equation 5 with one period.
+    """
+    if step < warmup:
+        return peak * step / warmup
+    if step >= total:
+        return peak * final_fraction
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
+    return peak * (final_fraction + (1 - final_fraction) * cosine)
+
+
+def global_norm(tree: Any) -> float:
+    """Euclidean norm over all the arrays of a nested dict taken as one vector."""
+    if isinstance(tree, dict):
+        return math.sqrt(sum(global_norm(leaf) ** 2 for leaf in tree.values()))
+    return math.sqrt((f64(tree) ** 2).sum())
+
+
+def clip_by_global_norm(tree: Any, max_norm: float) -> Any:
+    """Scales every array by max_norm / norm if the global norm exceeds it (Pascanu et al. 2013, algorithm 1)."""
+    factor = max_norm / max(global_norm(tree), max_norm)
+
+    def scaled(t: Any) -> Any:
+        return {name: scaled(leaf) for name, leaf in t.items()} if isinstance(t, dict) else f64(t) * factor
+
+    return scaled(tree)

@@ -1,0 +1,7 @@
+"""The absolute tolerances of the whole suite; never relaxed inside a test."""
+
+FLOAT32 = 1e-5
+"""float32 with matmul precision "highest" against float64."""
+BFLOAT16 = 2e-2
+CACHED = 1e-4
+"""Logits of cached decoding against the full forward pass: the sums run in another order."""
