@@ -108,7 +108,7 @@ def append_positions(cache: Cache, positions: Int[Array, "B T"]) -> Cache:
             f"the cache holds {int(cache.length)} tokens; {T} more are {int(cache.length) + T}, over its capacity of "
             f"{cache.capacity}; make it larger with init_cache"
         )
-    if T > cache.capacity:
+    if cache.capacity < T:
         raise ValueError(f"{T} tokens are over the cache's capacity of {cache.capacity}; make it larger")
     at = (0, cache.length)
     slots = jax.lax.dynamic_update_slice(cache.positions, positions.astype(jnp.int32), at)

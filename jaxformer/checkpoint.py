@@ -8,6 +8,7 @@ mesh comes back on another.
 """
 
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,20 +28,29 @@ class Checkpointer:
     """Saves to and restores from one folder; a context manager, because saves finish in the background.
 
     Args:
-      folder: made when something is saved.
+      folder: made when something is first saved.
       keep: how many of the newest checkpoints stay.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 2):
         self.folder = Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True, create=False)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._keep = keep
+
+    @cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
+        # Named handlers, so that a manager that has saved nothing can read shapes.
+        handlers = {
+            "params": ocp.StandardCheckpointHandler(),
+            "training": ocp.StandardCheckpointHandler(),
+            "meta": ocp.JsonCheckpointHandler(),
+        }
+        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     @property
     def latest_step(self) -> int | None:
         """The newest complete checkpoint's step; None where there is none."""
-        return self._manager.latest_step()
+        return self._manager.latest_step() if self.folder.exists() else None
 
     def save(self, state: TrainState, meta: Mapping[str, Any]) -> None:
         """Starts to save a state and JSON values; the state may be donated right after.
@@ -130,7 +140,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Waits for saves to finish."""
-        self._manager.close()
+        if "_manager" in vars(self):
+            self._manager.close()
 
     def __enter__(self) -> Self:
         return self

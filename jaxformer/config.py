@@ -45,6 +45,7 @@ class Config:
 
     # What the model is.
     architecture: Architecture = "decoder"
+    """The arrangement of stacks; decoder: one causal stack."""
     vocab_size: int
     """Number of token ids."""
     max_len: int
@@ -52,6 +53,7 @@ class Config:
     d_model: int
     """Width of the residual stream."""
     num_layers: int
+    """Number of blocks."""
     num_heads: int
     """Number of query heads."""
     num_kv_heads: int | None = None
@@ -63,11 +65,15 @@ class Config:
     residual: Residual = "pre"
     """Where the norm stands: pre, x + f(norm(x)); post, norm(x + f(x))."""
     norm: Norm = "layernorm"
+    """layernorm takes the mean away and scales; rmsnorm only scales."""
     norm_eps: float = 1e-5
+    """Added to the variance, or to the mean square."""
     positions: Positions = "rotary"
+    """How tokens know their place: none, a learned table or sinusoids added to the embeddings, or turned q and k."""
     rotary_base: float = 10000.0
     """Wavelength base of rotary positions."""
     activation: Activation = "gelu_tanh"
+    """The nonlinearity of the feed-forward layer."""
     gated: bool = False
     """Multiply the activation by a second projection (GLU variants)."""
     bias: bool = True

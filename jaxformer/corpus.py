@@ -29,14 +29,15 @@ _GENERATED = ("_sysconfigdata", "config-")
 _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
-def read_documents(paths: Iterable[str | Path]) -> list[str]:
+def read_documents(paths: str | Path | Iterable[str | Path]) -> list[str]:
     """Read text files, and folders of text files, as documents of at most DOCUMENT_LIMIT characters.
 
     Longer files are cut after the last blank line before the limit (else the last line, else anywhere); joining the
     pieces gives the text of the file, without a byte order mark. In a folder, hidden and empty files are passed over.
 
     Args:
-      paths: files, read whatever their suffix, and folders, read recursively for TEXT_SUFFIXES in sorted order.
+      paths: files, read whatever their suffix, and folders, read recursively for TEXT_SUFFIXES in sorted order; or
+        one of them.
 
     Raises:
       FileNotFoundError: a path that does not exist.
@@ -70,7 +71,7 @@ def python_prose() -> list[str]:
     """
     from pydoc_data.topics import topics  # 0.5 MB of text
 
-    modules = [_docstrings(tree) for _, tree in _library()]
+    modules = [_docstrings(source) for source in _library()]
     return [topics[name] for name in sorted(topics)] + [text for text in modules if text]
 
 
@@ -82,7 +83,7 @@ def python_source() -> list[str]:
     Raises:
       FileNotFoundError: this Python has no source files of its standard library.
     """
-    return [source for source, _ in _library()]
+    return list(_library())
 
 
 def split_documents(documents: Iterable[str], fraction: float, seed: int) -> tuple[list[str], list[str]]:
@@ -158,8 +159,8 @@ def _cut(text: str, limit: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _library() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the standard library's sources, sorted by path, without files that cannot be decoded or parsed.
+def _library() -> Iterator[str]:
+    """Yield the sources of the standard library, sorted by path, without files that cannot be decoded.
 
     Raises:
       FileNotFoundError: there are none.
@@ -175,18 +176,31 @@ def _library() -> Iterator[tuple[str, ast.Module]]:
         )
     for file in sorted(files):
         try:
-            with tokenize.open(file) as opened, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # some files hold escapes that newer Pythons warn of
+            with tokenize.open(file) as opened:
                 source = opened.read()
-                tree = ast.parse(source)
-        except (SyntaxError, ValueError):
+        except (SyntaxError, UnicodeDecodeError):
             continue
         if source.strip():
-            yield source, tree
+            yield source
 
 
-def _docstrings(tree: ast.Module) -> str:
-    """Return the docstrings of a module, its classes and its functions in source order, joined by blank lines."""
-    inner = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)]
-    inner.sort(key=lambda node: node.lineno)
-    return "\n\n".join(text for node in (tree, *inner) if (text := ast.get_docstring(node)))
+def _docstrings(source: str) -> str:
+    """Return the docstrings of a module, its classes and its functions in source order, joined by blank lines.
+
+    Source that cannot be parsed has none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some files hold escapes that newer Pythons warn of
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""
+    texts: list[str] = []
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            texts.append(ast.get_docstring(node) or "")
+        inner = [c for c in ast.iter_child_nodes(node) if isinstance(c, ast.stmt | ast.ExceptHandler | ast.match_case)]
+        pending += reversed(inner)
+    return "\n\n".join(text for text in texts if text)

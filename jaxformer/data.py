@@ -13,14 +13,16 @@ document counts it as segment 1 from position 0: what came before is out of sigh
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import jax
 import numpy as np
-from jaxtyping import Array
 
 _DOCUMENTS_AT_ONCE = 256
+
+Leaf = Any
+"""A NumPy array from the loaders, a JAX array inside jit, or what a transformation of the pytree puts in its place."""
 
 
 @partial(
@@ -35,18 +37,19 @@ class Batch:
     Count a token by its weight and never by its id: END is a label that the model must learn, and padding has its id.
     """
 
-    ids: Array
+    ids: Leaf
     """int32: the input."""
-    labels: Array
+    labels: Leaf
     """int32: the next token of each id."""
-    weights: Array
+    weights: Leaf
     """float32: 1 where the label counts, 0 at padding."""
-    positions: Array
+    positions: Leaf
     """int32: from 0 in each segment; -1 at padding."""
-    segments: Array
+    segments: Leaf
     """int32: from 1 in each row, one for each document; 0 at padding."""
 
 
+@runtime_checkable
 class Encoder(Protocol):
     """What `encode_documents` needs of a tokenizer."""
 
@@ -90,6 +93,9 @@ class Windows:
             raise IndexError(f"window {index} is not one of the {len(self)} windows")
         return {name: rows[0] for name, rows in vars(self.batch(np.array([index]))).items()}
 
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        return (self[index] for index in range(len(self)))
+
     def __repr__(self) -> str:
         return f"Windows(tokens={len(self._stream)}, length={self._length}, end_id={self._end_id})"
 
@@ -109,14 +115,13 @@ class Windows:
         opens = ids == self._end_id
         opens[:, 0] = True
         starts = np.maximum.accumulate(np.where(opens, at, 0), axis=1)
-        rows: dict[str, Any] = {  # NumPy here, device arrays once a jitted function takes the batch
-            "ids": ids,
-            "labels": labels,
-            "weights": real.astype(np.float32),
-            "positions": np.where(real, at - starts, -1).astype(np.int32),
-            "segments": np.where(real, np.cumsum(opens, axis=1), 0).astype(np.int32),
-        }
-        return Batch(**rows)
+        return Batch(
+            ids=ids,
+            labels=labels,
+            weights=real.astype(np.float32),
+            positions=np.where(real, at - starts, -1).astype(np.int32),
+            segments=np.where(real, np.cumsum(opens, axis=1), 0).astype(np.int32),
+        )
 
 
 def encode_documents(tokenizer: Encoder, documents: Sequence[str]) -> np.ndarray:

@@ -217,7 +217,6 @@ def _decode(
     model: Decoder, params: Any, state: _State, choice: _Choice, *, steps: int
 ) -> tuple[_State, Array, Array, Array]:
     """Advances by `steps` tokens; returns also tokens, logprobs and liveness [B steps + 1], the old state's first."""
-
     apply: Callable[..., Any] = partial(model.apply, {"params": params})
 
     def advance(state: _State, _: None) -> tuple[_State, tuple[Array, Array, Array]]:

@@ -7,7 +7,7 @@ packing, the empty slots of a cache and decoding one token at a time are therefo
 attention take the parts, or the boolean `dense()` array; masks are never 0/-inf floats outside of a kernel.
 """
 
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,10 +38,10 @@ class Mask:
 
     def __init__(
         self,
-        q_positions: Int[Array, "B T"],
-        kv_positions: Int[Array, "B S"],
-        q_segments: Int[Array, "B T"] | None = None,
-        kv_segments: Int[Array, "B S"] | None = None,
+        q_positions: Int[Array, "#B T"],
+        kv_positions: Int[Array, "#B S"],
+        q_segments: Int[Array, "#B T"] | None = None,
+        kv_segments: Int[Array, "#B S"] | None = None,
         causal: bool = False,
         window: int | None = None,
         ordered: bool = False,
@@ -90,18 +90,18 @@ class Mask:
         return self._static[2]
 
     @classmethod
-    def causal(cls, T: int) -> Self:
+    def causal(cls, T: int) -> "Mask":
         """Returns the mask of T tokens, each of which sees itself and the tokens before it; the batch axis is 1."""
         positions = jnp.arange(T)[None]
         return cls(positions, positions, causal=True, ordered=True)
 
     @classmethod
-    def full(cls, T: int, S: int) -> Self:
+    def full(cls, T: int, S: int) -> "Mask":
         """Returns the mask under which T queries see all of S keys; the batch axis is 1."""
         return cls(jnp.arange(T)[None], jnp.arange(S)[None], ordered=True)
 
     @classmethod
-    def from_lengths(cls, lengths: Int[Array, " B"], T: int) -> Self:
+    def from_lengths(cls, lengths: Int[Array, " B"], T: int) -> "Mask":
         """Returns the two-sided mask of rows whose first `lengths[b]` of T slots hold tokens (right padding)."""
         index = jnp.arange(T)[None]
         positions = jnp.where(index < jnp.asarray(lengths)[:, None], index, -1)
@@ -122,7 +122,7 @@ class Mask:
         return self._leaves, self._static
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[bool, int | None, bool], leaves: tuple[Any, ...]) -> Self:
+    def tree_unflatten(cls, static: tuple[bool, int | None, bool], leaves: tuple[Any, ...]) -> "Mask":
         # Not through __init__: transformations rebuild the mask with leaves that are not arrays.
         mask = object.__new__(cls)
         mask._leaves, mask._static = leaves, static

@@ -45,7 +45,8 @@ def check_ids(ids: Any, vocab_size: int) -> None:
 class Decoder(nn.Module):
     """A decoder-only language model (GPT, LLaMA).
 
-    Under jit an id outside of the vocabulary gives NaN logits for the tokens that see it; outside of jit it is an error.
+    An id outside of the vocabulary is an error; under jit, where ids are not known, it gives NaN logits wherever it is
+    seen.
     """
 
     config: Config

@@ -2,9 +2,10 @@
 
     token ~ softmax(transform(logits))
 
-A transform maps logits [B V] to float32 logits in which ruled-out tokens are -inf; at least one token stays. `chain(a, b)`
-applies a, then b, so `chain(temperature(0.8), top_k(40), top_p(0.95))` cuts after tempering. Transforms are pytrees:
-numbers such as the temperature are leaves, and changing them recompiles nothing. Any function of logits is a transform.
+A transform maps logits [B V] to float32 logits in which ruled-out tokens are -inf; at least one token stays.
+`chain(a, b)` applies a, then b, so `chain(temperature(0.8), top_k(40), top_p(0.95))` cuts after tempering. Transforms
+are pytrees: numbers such as the temperature are leaves, and changing them recompiles nothing. Any function of logits is
+a transform.
 """
 
 import dataclasses

@@ -111,7 +111,7 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def constrain(x: Array, dims: str) -> Array:
-    """Tells the compiler how an activation lies on the mesh set by `jax.set_mesh`; without a mesh, returns x as it is."""
+    """Tells the compiler how an activation lies on the mesh of `jax.set_mesh`; without a mesh, returns x as it is."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not set(MESH_AXES) <= set(mesh.axis_names):
         return x

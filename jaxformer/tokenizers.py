@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -57,7 +56,7 @@ class Tokenizer:
                 )
 
     @classmethod
-    def train(cls, documents: Iterable[str], vocab_size: int) -> Self:
+    def train(cls, documents: Iterable[str], vocab_size: int) -> "Tokenizer":
         """Learn byte-level BPE; the same documents give the same tokenizer.
 
         Pairs that occur only once are not joined, so a corpus that is too small gives a smaller vocabulary than asked:
@@ -88,7 +87,7 @@ class Tokenizer:
         return cls(_byte_level([(left, right) for left, right in merges]))
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
+    def from_json(cls, text: str) -> "Tokenizer":
         """Read the JSON that `to_json` wrote, or a byte-level `tokenizer.json` that has END.
 
         Truncation and padding settings of the file are dropped.
@@ -141,7 +140,7 @@ class Tokenizer:
         Raises:
           ValueError: an id outside the vocabulary.
         """
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+        return b"".join(_look_up(self._pieces, ids)).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> builtins.bytes:
         """Return the bytes of one id, which may be part of a character; END has none.
@@ -149,19 +148,14 @@ class Tokenizer:
         Raises:
           ValueError: an id outside the vocabulary.
         """
-        if not 0 <= token_id < self.vocab_size:
-            raise ValueError(
-                f"id {token_id} is outside the vocabulary of {self.vocab_size} ids; decode with the tokenizer that "
-                "the ids come from, and check that the model's vocab_size is not larger"
-            )
-        return self._pieces[token_id]
+        return _look_up(self._pieces, [token_id])[0]
 
     def stream(self) -> "TextStream":
         """Return a decoder that takes one id at a time."""
         return TextStream(self)
 
     @classmethod
-    def bytes(cls) -> Self:
+    def bytes(cls) -> "Tokenizer":
         """Return the byte tokenizer: the id of a byte is its value, and END is 256."""
         return cls(_byte_level([]))
 
@@ -243,6 +237,18 @@ def _pieces(raw: tokenizers.Tokenizer) -> tuple[bytes, ...]:
     if holes := set(range(len(pieces))) - pieces.keys():
         raise ValueError(f"no token has id {min(holes)} although there are {len(pieces)} tokens; number them 0, 1, ...")
     return tuple(pieces[number] for number in range(len(pieces)))
+
+
+def _look_up(pieces: tuple[bytes, ...], ids: Iterable[int]) -> list[bytes]:
+    found = []
+    for token_id in ids:
+        if not 0 <= token_id < len(pieces):
+            raise ValueError(
+                f"id {token_id} is outside the vocabulary of {len(pieces)} ids; decode with the tokenizer that the ids "
+                "come from, and check that the model's vocab_size is not larger"
+            )
+        found.append(pieces[token_id])
+    return found
 
 
 def _check_text(text: str) -> None:

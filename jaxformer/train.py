@@ -58,8 +58,8 @@ def next_token(model: nn.Module, params: Any, batch: Batch, dropout_key: Array |
 
 
 def _compiler_options() -> dict[str, str]:
-    # jaxlib 0.10's CPU backend fuses products with norms and activations into slow loops: without those fusions a forward
-    # pass took a sixth of the time, a training step half to all of it.
+    # jaxlib 0.10's CPU backend fuses products with norms and activations into slow loops: without those fusions a
+    # forward pass took a sixth of the time, a training step half to all of it.
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.default_backend() == "cpu" else {}
 
 
@@ -68,8 +68,8 @@ def make_train_step(
 ) -> TrainStep:
     """Makes the compiled step (state, batch) -> (state, metrics); the old state is donated and must not be used again.
 
-    Metrics: loss in nats per unit of weight, grad_norm before clipping, and the weight of the batch. The step is compiled
-    on its own; inside of another `jit` or `scan` use the pure function, `train_step.__wrapped__`.
+    Metrics: loss in nats per unit of weight, grad_norm before clipping, and the weight of the batch. The step is
+    compiled on its own; inside of another `jit` or `scan` use the pure function, `train_step.__wrapped__`.
 
     Args:
       seed: of dropout, together with the step's number.

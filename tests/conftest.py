@@ -7,6 +7,7 @@ import pytest
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jaxtyping
 from jaxtyping import install_import_hook
 
 # Every call of the package is checked against its annotations, shapes included, while the tests run.
@@ -23,3 +24,11 @@ def rng():
     import numpy as np
 
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def unchecked():
+    """Turns the check against annotations off: what a user gets, who has no such hook."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

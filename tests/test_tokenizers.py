@@ -25,7 +25,7 @@ BYTES = Tokenizer.bytes()
 BPE = Tokenizer.train(DOCUMENTS, 300)
 BOTH = pytest.mark.parametrize("tokenizer", [BYTES, BPE], ids=["bytes", "bpe"])
 
-texts = st.lists(st.text() | st.sampled_from([END, *DOCUMENTS])).map("".join)
+texts = st.lists(st.text(max_size=20) | st.sampled_from([END, *DOCUMENTS]), max_size=5).map("".join)
 
 
 def library_json(edit: Callable[[Any], None], tokenizer: Tokenizer = BYTES) -> str:
@@ -97,7 +97,7 @@ def test_training_depends_on_the_documents_alone() -> None:
 def test_training_stops_at_vocab_size_or_where_no_pair_repeats() -> None:
     assert BPE.vocab_size == 300
     assert Tokenizer.train(DOCUMENTS, 257) == BYTES
-    assert [Tokenizer.train(["abab abab"], size).vocab_size for size in (257, 258, 259, 300)] == [257, 258, 259, 260]
+    assert [Tokenizer.train(["abab abab"], size).vocab_size for size in (257, 258, 259, 300)] == [257, 258, 259, 259]
     assert Tokenizer.train(["no pair is seen twice"[:7]], 300) == BYTES
 
 
@@ -134,11 +134,12 @@ def test_lone_surrogates_are_refused() -> None:
 
 
 @BOTH
-@given(data=st.data())
-def test_a_stream_gives_what_decode_gives(tokenizer: Tokenizer, data: st.DataObject) -> None:
-    # Single bytes make most sequences invalid UTF-8; texts make the valid ones.
-    any_ids = st.lists(st.integers(0, tokenizer.vocab_size - 1))
-    ids = data.draw(st.lists(any_ids | texts.map(tokenizer.encode)).map(lambda parts: sum(parts, [])))
+@given(parts=st.lists(texts | st.lists(st.integers(0, 10**6), max_size=20), max_size=8))
+def test_a_stream_gives_what_decode_gives(tokenizer: Tokenizer, parts: list[str | list[int]]) -> None:
+    # Arbitrary ids are mostly invalid UTF-8; texts make the valid sequences between them.
+    ids: list[int] = []
+    for part in parts:
+        ids += tokenizer.encode(part) if isinstance(part, str) else [i % tokenizer.vocab_size for i in part]
     stream = tokenizer.stream()
     pieces = [stream.push(i) for i in ids]
     assert "".join(pieces) + stream.flush() == tokenizer.decode(ids)

@@ -1,0 +1,91 @@
+"""The command line: `jaxformer generate RUN_FOLDER "prompt"`."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+
+from jaxformer import sampling
+from jaxformer.checkpoint import Checkpointer
+from jaxformer.config import Config
+from jaxformer.generate import stream
+from jaxformer.models import Decoder, build
+from jaxformer.tokenizers import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Continue a text with a model that was trained here."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder that experiments/train_lm.py wrote."""
+    prompt: Annotated[str, tyro.conf.Positional]
+    """The text to continue."""
+    max_new_tokens: int | None = None
+    """Most tokens to add. None: as many as the model's context has room for."""
+    temperature: float = 0.8
+    """Below 1 sharper, above 1 flatter, 0 takes the likeliest token."""
+    top_p: float = 0.95
+    """Mass of the nucleus that tokens are drawn from."""
+    seed: int = 0
+    """The same seed gives the same text."""
+
+    def __call__(self) -> None:
+        """Prints the prompt and, as they come, the tokens after it."""
+        model, params, tokenizer = load_run(self.run)
+        ids = [tokenizer.end_id, *tokenizer.encode(self.prompt)]
+        room = model.config.max_len - len(ids)
+        if room < 1:
+            raise ValueError(
+                f"the prompt is {len(ids)} tokens long, and the model's context is {model.config.max_len}; shorten it"
+            )
+        text = tokenizer.stream()
+        print(self.prompt, end="", flush=True)
+        for token in stream(
+            model,
+            params,
+            np.array([ids], np.int32),
+            max_new_tokens=room if self.max_new_tokens is None else self.max_new_tokens,
+            sampler=sampling.chain(sampling.temperature(self.temperature), sampling.top_p(self.top_p)),
+            key=jax.random.key(self.seed),
+            eos_id=tokenizer.end_id,
+        ):
+            print(text.push(int(token[0])), end="", flush=True)
+        print(text.flush())
+
+
+def load_run(folder: Path) -> tuple[Decoder, Any, Tokenizer]:
+    """Returns model, parameters and tokenizer of a run's newest checkpoint.
+
+    Raises:
+      FileNotFoundError: no run there, or none that has saved yet.
+      ValueError: a damaged checkpoint.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder; give the one that experiments/train_lm.py wrote")
+    with Checkpointer(folder / "checkpoints") as checkpointer:
+        meta = checkpointer.read_meta()
+        missing = {"config", "tokenizer"} - meta.keys()
+        if missing:
+            raise ValueError(f"the checkpoint in {folder} is damaged: its meta lacks {sorted(missing)}")
+        model, tokenizer = build(Config.from_dict(meta["config"])), Tokenizer.from_json(meta["tokenizer"])
+        shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
+        return model, checkpointer.restore_params(shapes), tokenizer
+
+
+COMMANDS = {"generate": Generate}
+
+
+def main() -> None:
+    """Runs the command that the arguments name."""
+    try:
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, description=__doc__)()
+    except (ValueError, KeyError, OSError) as error:
+        sys.exit(f"error: {error.args[0] if isinstance(error, KeyError) else error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,97 @@
+"""Small models at random for the tests: configs, parameters in which every leaf matters, token ids."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+import jaxformer as jf
+
+TINY = jf.Config(
+    vocab_size=29, max_len=16, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=24, rotary_base=100.0
+)
+
+
+def tiny(**fields):
+    return dataclasses.replace(TINY, **fields)
+
+
+def params(model, seed=0):
+    """Parameters of a model, none of them at its neutral value, all of them exact in bfloat16."""
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    rng = np.random.default_rng(seed)
+
+    def one(path, leaf):
+        *_, owner, kind = (key.key for key in path)
+        x = rng.normal(size=leaf.shape)
+        if kind == "kernel":
+            rows = {"o_proj": leaf.shape[-3:-1], "q_proj": leaf.shape[-3:-2]}
+            fan_in = rows | {"k_proj": rows["q_proj"], "v_proj": rows["q_proj"]}
+            x = x / np.sqrt(np.prod(fan_in.get(owner, leaf.shape[-2:-1])))
+        else:
+            x = {"scale": 1 + 0.3 * x, "bias": 0.3 * x, "embedding": 0.5 * x}[kind]
+        return jnp.asarray(x, jnp.bfloat16).astype(leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def model(seed=0, **fields):
+    """The tiny model with these fields, and parameters for it."""
+    made = jf.build(tiny(**fields))
+    return made, params(made, seed)
+
+
+def ids(*shape, seed=0, vocab_size=TINY.vocab_size):
+    return jnp.asarray(np.random.default_rng(seed).integers(vocab_size, size=shape), jnp.int32)
+
+
+def rows(*lists):
+    return jnp.asarray(np.asarray(lists), jnp.int32)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames=("method", "mutable"))
+def apply(model, variables, *args, **kwargs):
+    return model.apply(variables, *args, **kwargs)
+
+
+def logits(model, params, *args, **kwargs):
+    return apply(model, {"params": params}, *args, **kwargs)
+
+
+def close(actual, expected, atol):
+    np.testing.assert_allclose(np.asarray(actual, np.float64), np.asarray(expected, np.float64), rtol=0, atol=atol)
+
+
+@st.composite
+def configs(draw, **fixed):
+    """Valid configs of small models."""
+    positions = draw(st.sampled_from(["none", "learned", "sinusoidal", "rotary"]))
+    kv_heads, group, width = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    width *= 2 if positions in ("rotary", "sinusoidal") else 1
+    explicit = draw(st.booleans())
+    d_model = draw(st.integers(1, 12)) * 2 if explicit else kv_heads * group * width
+    fields = {
+        "vocab_size": draw(st.integers(1, 40)),
+        "max_len": draw(st.integers(8, 40)),
+        "d_model": d_model,
+        "num_layers": draw(st.integers(1, 3)),
+        "num_heads": kv_heads * group,
+        "num_kv_heads": None if group == 1 and draw(st.booleans()) else kv_heads,
+        "d_head": width if explicit else None,
+        "d_ff": draw(st.none() | st.integers(1, 40)),
+        "residual": draw(st.sampled_from(["pre", "post"])),
+        "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
+        "norm_eps": draw(st.floats(1e-6, 1.0)),
+        "positions": positions,
+        "rotary_base": draw(st.floats(2.0, 1e6)),
+        "activation": draw(st.sampled_from(["relu", "gelu", "gelu_tanh", "silu"])),
+        "attention_scale": draw(st.none() | st.floats(0.01, 1.0)),
+        "dropout": draw(st.sampled_from([0.0, 0.1])),
+        "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+        "param_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+    }
+    flags = {name: draw(st.booleans()) for name in ("gated", "bias", "embed_scale", "tie_embeddings", "scan_layers")}
+    return jf.Config(**(fields | flags | fixed))

@@ -1,0 +1,141 @@
+import dataclasses
+import json
+import math
+from typing import get_args
+
+import draw
+import pytest
+from hypothesis import given, settings
+
+import jaxformer as jf
+from jaxformer import blocks, config, layers, models, positions
+
+
+@given(draw.configs())
+@settings(deadline=None)
+def test_json_and_back_is_the_same_config(made):
+    again = jf.Config.from_dict(json.loads(json.dumps(made.to_dict())))
+    assert again == made
+    assert hash(again) == hash(made)
+    assert dataclasses.asdict(again) == dataclasses.asdict(made)
+
+
+@given(draw.configs())
+@settings(deadline=None)
+def test_sizes_fill_in_what_follows_from_others(made):
+    size = made.sizes
+    assert size["V"], size["D"] == (made.vocab_size, made.d_model)
+    assert (size["L"], size["N"], size["P"]) == (made.num_layers, made.num_heads, made.max_len)
+    assert size["K"] == (made.num_heads if made.num_kv_heads is None else made.num_kv_heads)
+    assert size["F"] == (4 * made.d_model if made.d_ff is None else made.d_ff)
+    assert size["H"] == (made.d_model // made.num_heads if made.d_head is None else made.d_head)
+    assert made.scale == (1 / math.sqrt(size["H"]) if made.attention_scale is None else made.attention_scale)
+
+
+@pytest.mark.parametrize("name", jf.PRESETS)
+def test_presets_are_json_too(name):
+    assert jf.Config.from_dict(json.loads(json.dumps(jf.PRESETS[name].to_dict()))) == jf.PRESETS[name]
+
+
+def test_equal_configs_are_one_key_and_different_ones_are_not():
+    assert len({draw.tiny(), draw.tiny(), draw.tiny(num_layers=3)}) == 2
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        draw.tiny().d_model = 8
+
+
+def test_every_choice_has_a_meaning_and_every_meaning_a_choice():
+    tables = {
+        config.Architecture: models.ARCHITECTURES,
+        config.Residual: blocks.RESIDUAL,
+        config.Norm: layers.NORMS,
+        config.Activation: layers.ACTIVATIONS,
+        config.Positions: positions.ADD | positions.ROTATE | dict.fromkeys(("none", "learned")),
+    }
+    for choices, table in tables.items():
+        assert set(get_args(choices)) == set(table)
+    assert not set(positions.ADD) & set(positions.ROTATE)
+
+
+def test_every_choice_field_is_checked():
+    annotations = {field.name: field.type for field in dataclasses.fields(jf.Config)}
+    assert {name for name, kind in annotations.items() if get_args(kind) and isinstance(get_args(kind)[0], str)} == set(
+        config._CHOICES
+    )
+    for name in config._CHOICES:
+        with pytest.raises(ValueError, match=rf"^{name}='nonsense' is unknown; choose one of \['"):
+            draw.tiny(**{name: "nonsense"})
+
+
+SIZES = ("vocab_size", "max_len", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_head", "d_ff")
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, 2.0, "8", True])
+def test_sizes_are_integers_of_at_least_one(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={value!r} must be an integer of at least 1$"):
+        draw.tiny(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "max_len", "d_model", "num_layers", "num_heads"])
+def test_sizes_without_a_default_cannot_be_none(name):
+    with pytest.raises(ValueError, match=rf"^{name}=None must be an integer"):
+        draw.tiny(**{name: None})
+
+
+@pytest.mark.parametrize("name", ["embed_scale", "gated", "bias", "tie_embeddings", "scan_layers"])
+@pytest.mark.parametrize("value", [0, 1, None, "true"])
+def test_flags_are_booleans(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={value!r} must be true or false$"):
+        draw.tiny(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["norm_eps", "rotary_base", "attention_scale"])
+@pytest.mark.parametrize("value", [0.0, -1e-5, math.inf, math.nan, "1", True])
+def test_factors_are_positive_and_finite(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={value!r} must be a positive finite number$"):
+        draw.tiny(**{name: value})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1, 1.5, math.nan, None, False])
+def test_dropout_is_a_rate_below_one(value):
+    with pytest.raises(ValueError, match=rf"^dropout={value!r} must be a number from 0"):
+        draw.tiny(dropout=value)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"d_model": 30}, "d_model=30 is not a multiple of num_heads=4; set d_head explicitly"),
+        ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3; each"),
+        ({"num_heads": 2, "num_kv_heads": 4}, "num_heads=2 is not a multiple of num_kv_heads=4; each"),
+        ({"d_head": 3}, "but d_head=3 is odd; make it even"),
+        ({"d_model": 12}, "but d_head=3 is odd; make it even"),
+        ({"positions": "sinusoidal", "d_model": 15, "d_head": 4}, "but d_model=15 is odd; make it even"),
+        ({"attention": None}, "attention=None must be the name of an implementation"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_with_both_numbers_and_the_remedy(fields, message):
+    with pytest.raises(ValueError, match=message):
+        draw.tiny(**fields)
+
+
+def test_odd_widths_are_fine_where_no_lanes_are_paired():
+    assert draw.tiny(positions="learned", d_head=3).sizes["H"] == 3
+    assert draw.tiny(positions="none", d_model=15, d_head=3).sizes["D"] == 15
+    assert draw.tiny(positions="rotary", d_model=15, d_head=4).sizes["D"] == 15
+
+
+def test_unknown_and_missing_json_fields_are_named():
+    fields = draw.tiny().to_dict()
+    with pytest.raises(ValueError, match=r"'num_layer' is unknown; did you mean 'num_layers'\?"):
+        jf.Config.from_dict(fields | {"num_layer": 3})
+    with pytest.raises(ValueError, match=r"'zzz' is unknown; the fields are \['activation', 'architecture'"):
+        jf.Config.from_dict(fields | {"zzz": 3})
+    with pytest.raises(ValueError, match=r"lacks \['vocab_size', 'num_layers'\]"):
+        jf.Config.from_dict({k: v for k, v in fields.items() if k not in ("vocab_size", "num_layers")})
+    with pytest.raises(ValueError, match="d_model='64' must be an integer"):
+        jf.Config.from_dict(fields | {"d_model": "64"})
+    assert jf.Config.from_dict({name: fields[name] for name in SIZES[:5]}).norm_eps == 1e-5

@@ -1,0 +1,119 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import jaxformer as jf
+from jaxformer.masks import positions_from_segments
+
+
+def ints(low, high, *shape):
+    return hnp.arrays(np.int32, shape, elements=st.integers(low, high))
+
+
+@st.composite
+def masks(draw):
+    """The arguments of a mask: any positions whatever, with and without segments, one row for all or one each."""
+    B, T, S = (draw(st.integers(1, 5)) for _ in range(3))
+    q, kv = (draw(ints(-1, 7, draw(st.sampled_from([1, B])), size)) for size in (T, S))
+    segments = (draw(ints(0, 2, B, T)), draw(ints(0, 2, B, S))) if draw(st.booleans()) else (None, None)
+    return (q, kv, *segments), {"causal": draw(st.booleans()), "window": draw(st.none() | st.integers(1, 5))}
+
+
+@given(masks())
+@settings(deadline=None)
+def test_a_mask_is_its_definition(arguments):
+    arrays, static = arguments
+    dense = jf.Mask(*(None if x is None else jnp.asarray(x) for x in arrays), **static).dense()
+    assert dense.dtype == bool
+    np.testing.assert_array_equal(dense, oracle.allowed(*arrays, **static))
+
+
+@given(ints(0, 3, 3, 7))
+@settings(deadline=None)
+def test_positions_count_within_each_segment(segments):
+    np.testing.assert_array_equal(
+        positions_from_segments(jnp.asarray(segments)), oracle.positions_from_segments(segments)
+    )
+
+
+def test_the_usual_masks_are_the_usual_triangles():
+    np.testing.assert_array_equal(jf.Mask.causal(4).dense(), np.tril(np.ones((1, 1, 4, 4), bool)))
+    np.testing.assert_array_equal(jf.Mask.full(2, 3).dense(), np.ones((1, 1, 2, 3), bool))
+    dense = jf.Mask.from_lengths(jnp.asarray([2, 0, 3]), 3).dense()
+    np.testing.assert_array_equal(dense[:, 0, 0], [[True, True, False], [False, False, False], [True, True, True]])
+
+
+def test_one_query_over_a_longer_cache_sees_all_before_it_and_not_key_0_alone():
+    for t in range(5):
+        slots = np.where(np.arange(8) <= t, np.arange(8), -1)[None]
+        mask = jf.Mask(jnp.asarray([[t]]), jnp.asarray(slots), causal=True)
+        np.testing.assert_array_equal(mask.dense()[0, 0, 0], np.arange(8) <= t)
+
+
+def test_a_window_of_one_is_the_token_itself():
+    positions = jnp.arange(5)[None]
+    for causal in (True, False):
+        dense = jf.Mask(positions, positions, causal=causal, window=1).dense()
+        np.testing.assert_array_equal(dense[0, 0], np.eye(5, dtype=bool))
+
+
+def test_arrays_are_leaves_and_flags_are_static():
+    positions, segments = jnp.arange(3)[None], jnp.ones((1, 3), jnp.int32)
+    mask = jf.Mask(positions, positions, segments, segments, causal=True, window=2, ordered=True)
+    assert len(jax.tree.leaves(mask)) == 4
+    assert len(jax.tree.leaves(jf.Mask.causal(3))) == 2
+    same = jax.tree.map(lambda leaf: leaf + 0, mask)
+    assert (same.is_causal, same.window, same.ordered) == (True, 2, True)
+    np.testing.assert_array_equal(same.kv_segments, segments)
+    traced = []
+
+    @jax.jit
+    def dense(mask):
+        traced.append(mask.window)
+        return mask.dense()
+
+    for window in (None, 1, None, 2):
+        again = jf.Mask(positions + 1, positions + 1, causal=True, window=window)
+        np.testing.assert_array_equal(dense(again), again.dense())
+    assert traced == [None, 1, 2]
+
+
+def test_a_mask_maps_over_rows():
+    lengths = jnp.asarray([[1, 3], [0, 2]])
+    dense = jax.vmap(lambda row: jf.Mask.from_lengths(row, 3))(lengths)
+    assert dense.q_positions.shape == (2, 2, 3)
+    each = jax.vmap(lambda mask: mask.dense())(dense)
+    np.testing.assert_array_equal(each[1], jf.Mask.from_lengths(lengths[1], 3).dense())
+
+
+def test_a_mask_says_what_it_is():
+    text = repr(jf.Mask.causal(2))
+    assert "causal=True" in text
+    assert "window=None" in text
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"kv_segments": None}, "q_segments and kv_segments belong together; give both or neither"),
+        ({"q_segments": None}, "q_segments and kv_segments belong together"),
+        ({"q_positions": jnp.arange(3)}, r"q_positions has shape \(3,\); it must be \[batch, tokens\]"),
+        ({"kv_positions": jnp.zeros((1, 1, 4), int)}, r"kv_positions has shape \(1, 1, 4\)"),
+        ({"q_segments": jnp.ones((2, 4), int)}, r"q_segments \(2, 4\) do not match q_positions \(2, 3\)"),
+        ({"kv_segments": jnp.ones((2, 3), int)}, r"kv_segments \(2, 3\) do not match kv_positions \(2, 4\)"),
+        ({"q_segments": jnp.ones((3, 3), int)}, r"q_segments \(3, 3\) do not match q_positions \(2, 3\)"),
+        ({"window": 0}, "window=0 hides every key; it counts the token itself, so it must be at least 1"),
+        ({"window": -1}, "window=-1 hides every key"),
+    ],
+)
+def test_what_is_no_mask_is_refused(change, message, unchecked):
+    q, kv = jnp.ones((2, 3), int), jnp.ones((2, 4), int)
+    arguments = {"q_positions": q, "kv_positions": kv, "q_segments": q, "kv_segments": kv}
+    assert jf.Mask(**arguments).dense().shape == (2, 1, 3, 4)
+    with pytest.raises(ValueError, match=message):
+        jf.Mask(**(arguments | change))
