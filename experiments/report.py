@@ -30,7 +30,8 @@ class Recorder:
     def __init__(self, folder: Path, first_step: int, num_steps: int, console: Console):
         self.records: list[dict[str, float]] = []
         self.tokens, self.seconds = 0.0, 0.0
-        self._first_step, self._pending = first_step, None
+        self._first_step, self._since = first_step, 0.0
+        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._path = folder / "metrics.jsonl"
         self._console = console
         columns = (
@@ -45,7 +46,6 @@ class Recorder:
             lines = [json.loads(line) for line in self._path.read_text().splitlines() if line.endswith("}")]
             self.records = [record for record in lines if record["step"] <= first_step]
         self._path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        self._file = self._path.open("a")
 
     def step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of a step and writes those of the step before, so that the device need not wait."""
@@ -78,8 +78,8 @@ class Recorder:
 
     def _write(self, record: dict[str, float]) -> None:
         self.records.append(record)
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with self._path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxformer.config import Config
+from jaxformer.trees import Leaf
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
@@ -22,8 +23,8 @@ from jaxformer.config import Config
 class KV:
     """Keys and values: [B S K H] for one layer's tokens, [L B K S H] inside a cache."""
 
-    k: Array
-    v: Array
+    k: Leaf
+    v: Leaf
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["self_kv"], meta_fields=[])
@@ -46,8 +47,8 @@ class Cache:
     """
 
     layers: LayerCache
-    positions: Array
-    length: Array
+    positions: Leaf
+    length: Leaf
 
     @property
     def capacity(self) -> int:
@@ -66,8 +67,8 @@ class LayerView:
     """One layer of a cache where it lies: `kv` holds all layers, `length` slots of which are in use."""
 
     kv: KV
-    layer: Int[Array, ""] | int
-    length: Array
+    layer: Leaf
+    length: Leaf
 
 
 KINDS = {"dense": _dense}
@@ -84,14 +85,17 @@ def init_cache(
       kind: key of `KINDS`; dense keeps every token.
 
     Raises:
-      ValueError: a batch or capacity below 1, or more slots than a learned position table has rows.
+      ValueError: a batch or capacity below 1, or a type that is not floating.
       KeyError: an unknown kind.
     """
     if batch < 1 or capacity < 1:
         raise ValueError(f"a cache of batch={batch} and capacity={capacity} holds nothing; both must be at least 1")
     if kind not in KINDS:
         raise KeyError(f"cache kind {kind!r} is unknown; choose one of {list(KINDS)}")
-    layers = KINDS[kind](config, batch, capacity, dtype or config.dtype)
+    dtype = jnp.dtype(dtype or config.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"cache type {dtype} would truncate keys and values; it must be a floating type")
+    layers = KINDS[kind](config, batch, capacity, dtype)
     return Cache(layers, jnp.full((batch, capacity), -1, jnp.int32), jnp.zeros((), jnp.int32))
 
 

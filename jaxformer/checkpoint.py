@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
@@ -36,16 +36,29 @@ class Checkpointer:
         self.folder = Path(folder).absolute()
         self._keep = keep
 
-    @cached_property
+    @property
     def _manager(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(max_to_keep=self._keep, cleanup_tmp_directories=True)
+        return self._writer if "_writer" in vars(self) else self._reader
+
+    # Only who saves clears away unfinished folders: to a reader they may be a save under way in another process.
+    @cached_property
+    def _reader(self) -> ocp.CheckpointManager:
+        return self._open(create=False)
+
+    @cached_property
+    def _writer(self) -> ocp.CheckpointManager:
+        return self._open(max_to_keep=self._keep, cleanup_tmp_directories=True)
+
+    def _open(self, **options: Any) -> ocp.CheckpointManager:
         # Named handlers, so that a manager that has saved nothing can read shapes.
         handlers = {
             "params": ocp.StandardCheckpointHandler(),
             "training": ocp.StandardCheckpointHandler(),
             "meta": ocp.JsonCheckpointHandler(),
         }
-        return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
+        return ocp.CheckpointManager(
+            self.folder, options=ocp.CheckpointManagerOptions(**options), item_handlers=handlers
+        )
 
     @property
     def latest_step(self) -> int | None:
@@ -64,7 +77,7 @@ class Checkpointer:
             training=ocp.args.StandardSave({"step": state.step, "opt_state": state.opt_state}),
             meta=ocp.args.JsonSave(dict(meta)),
         )
-        if not self._manager.save(step, args=args):
+        if not self._writer.save(step, args=args):
             raise ValueError(
                 f"{self.folder} holds step {self.latest_step} already, so step {step} was not saved; "
                 "resume from it or use another folder"
@@ -133,17 +146,19 @@ class Checkpointer:
                 )
 
     def _damaged(self, step: int, error: Exception) -> ValueError:
+        reason = str(error).partition("\n")[0]
         return ValueError(
-            f"{self.folder / str(step)} is damaged ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"{self.folder / str(step)} is damaged ({type(error).__name__}: {reason}); "
             "delete that folder to go on from the checkpoint before it"
         )
 
     def close(self) -> None:
         """Waits for saves to finish."""
-        if "_manager" in vars(self):
-            self._manager.close()
+        for name in ("_reader", "_writer"):
+            if name in vars(self):
+                vars(self)[name].close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,9 +45,7 @@ class Generate:
             raise ValueError(
                 f"the prompt is {len(ids)} tokens long, and the model's context is {model.config.max_len}; shorten it"
             )
-        text = tokenizer.stream()
-        print(self.prompt, end="", flush=True)
-        for token in stream(
+        tokens = stream(
             model,
             params,
             np.array([ids], np.int32),
@@ -54,7 +53,10 @@ class Generate:
             sampler=sampling.chain(sampling.temperature(self.temperature), sampling.top_p(self.top_p)),
             key=jax.random.key(self.seed),
             eos_id=tokenizer.end_id,
-        ):
+        )
+        text = tokenizer.stream()
+        print(self.prompt, end="", flush=True)
+        for token in tokens:
             print(text.push(int(token[0])), end="", flush=True)
         print(text.flush())
 
@@ -70,15 +72,15 @@ def load_run(folder: Path) -> tuple[Decoder, Any, Tokenizer]:
         raise FileNotFoundError(f"{folder} is no folder; give the one that experiments/train_lm.py wrote")
     with Checkpointer(folder / "checkpoints") as checkpointer:
         meta = checkpointer.read_meta()
-        missing = {"config", "tokenizer"} - meta.keys()
-        if missing:
-            raise ValueError(f"the checkpoint in {folder} is damaged: its meta lacks {sorted(missing)}")
+        for name, kind in {"config": dict, "tokenizer": str}.items():
+            if not isinstance(meta.get(name), kind):
+                raise ValueError(f"the checkpoint in {folder} is damaged: its meta holds no {name}")
         model, tokenizer = build(Config.from_dict(meta["config"])), Tokenizer.from_json(meta["tokenizer"])
         shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
         return model, checkpointer.restore_params(shapes), tokenizer
 
 
-COMMANDS = {"generate": Generate}
+COMMANDS: dict[str, Callable[..., Generate]] = {"generate": Generate}
 
 
 def main() -> None:

@@ -56,9 +56,13 @@ class Mask:
                 raise ValueError(f"{name}_positions has shape {positions.shape}; it must be [batch, tokens]")
             if segments is not None and segments.shape[-1] != positions.shape[-1]:
                 raise ValueError(f"{name}_segments {segments.shape} do not match {name}_positions {positions.shape}")
+        leaves = (q_positions, kv_positions, q_segments, kv_segments)
+        rows = {leaf.shape[0] for leaf in leaves if leaf is not None} - {1}
+        if len(rows) > 1:
+            raise ValueError(f"positions and segments have {sorted(rows)} rows; each must have the batch's, or 1")
         if window is not None and window < 1:
             raise ValueError(f"window={window} hides every key; it counts the token itself, so it must be at least 1")
-        self._leaves = (q_positions, kv_positions, q_segments, kv_segments)
+        self._leaves = leaves
         self._static = (causal, window, ordered)
 
     @property

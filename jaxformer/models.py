@@ -42,6 +42,19 @@ def check_ids(ids: Any, vocab_size: int) -> None:
         )
 
 
+def check_positions(positions: Any, max_len: int) -> None:
+    """Refuses positions beyond a learned table; under jit, where they are not known, they give NaN logits.
+
+    Raises:
+      ValueError: a position of max_len or above.
+    """
+    if not isinstance(positions, jax.core.Tracer) and int(positions.max()) >= max_len:
+        raise ValueError(
+            f"position {int(positions.max())} is beyond the learned table of max_len={max_len}; "
+            "shorten the text or choose a position scheme without a table"
+        )
+
+
 class Decoder(nn.Module):
     """A decoder-only language model (GPT, LLaMA).
 
@@ -116,18 +129,11 @@ class Decoder(nn.Module):
         if config.embed_scale:
             x = x * jnp.asarray(np.sqrt(config.d_model), x.dtype)
         if config.positions == "learned":
-            self._check_positions(positions)
+            check_positions(positions, config.max_len)
             x = x + self.position_embed(jnp.maximum(positions, 0))
         elif config.positions in ADD:
             x = x + ADD[config.positions](positions, config.d_model).astype(x.dtype)
         return tap(self, "x", self.dropout(x, deterministic=not self.has_rng("dropout")))
-
-    def _check_positions(self, positions: Array) -> None:
-        if not isinstance(positions, jax.core.Tracer) and int(positions.max()) >= self.config.max_len:
-            raise ValueError(
-                f"position {int(positions.max())} is beyond the learned table of max_len={self.config.max_len}; "
-                "shorten the text or choose a position scheme without a table"
-            )
 
 
 ARCHITECTURES: dict[str, type[Decoder]] = {"decoder": Decoder}

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 Transform = Callable[[Array], Array]
@@ -44,14 +45,17 @@ class Greedy:
 @_transform("t")
 @dataclasses.dataclass(frozen=True)
 class Temperature:
-    """Divides the logits by t, which may be one number or one a row; t = 0 is greedy."""
+    """Divides the logits, less their largest, by t, which may be one number or one a row; t = 0 is greedy."""
 
     t: Any
 
     def __call__(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        t = jnp.asarray(self.t, jnp.float32)[..., None]
-        cold = t == 0
-        return jnp.where(cold, greedy(logits), logits.astype(jnp.float32) / jnp.where(cold, 1, t))
+        t, logits = jnp.asarray(self.t, jnp.float32)[..., None], logits.astype(jnp.float32)
+        cold = t < jnp.finfo(jnp.float32).tiny
+        # Less their largest: a small t would make several logits inf, and the first of them the winner.
+        largest = logits.max(axis=-1, keepdims=True)
+        below = logits - jnp.where(jnp.isfinite(largest), largest, 0)
+        return jnp.where(cold, greedy(logits), below / jnp.where(cold, 1, t))
 
 
 @_transform(static=("k",))
@@ -63,7 +67,9 @@ class TopK:
 
     def __call__(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         logits = logits.astype(jnp.float32)
-        return _only(logits, jax.lax.top_k(logits, min(self.k, logits.shape[-1]))[1])
+        # To lax.top_k -0.0 is less than 0.0.
+        ranked = jnp.where(logits == 0, 0.0, logits)
+        return _only(logits, jax.lax.top_k(ranked, min(self.k, logits.shape[-1]))[1])
 
 
 @_transform("p")
@@ -74,12 +80,13 @@ class TopP:
     p: Any
 
     def __call__(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        logits = logits.astype(jnp.float32)
+        p, logits = jnp.asarray(self.p, jnp.float32)[..., None], logits.astype(jnp.float32)
         order = jnp.argsort(-logits, axis=-1, stable=True)
         ranked = jnp.take_along_axis(logits, order, axis=-1)
         mass = jax.nn.softmax(ranked, axis=-1)
         before = jnp.cumsum(mass, axis=-1) - mass
-        kept = (before < jnp.asarray(self.p, jnp.float32)[..., None]).at[..., 0].set(True)
+        # A rounded sum may reach 1 before the last token, and p = 1 keeps all.
+        kept = ((before < p) | (p == 1)).at[..., 0].set(True)
         return jnp.put_along_axis(logits, order, jnp.where(kept, ranked, -jnp.inf), axis=-1, inplace=False)
 
 
@@ -108,7 +115,8 @@ def temperature(t: Any) -> Temperature:
     for value in _numbers(t):
         if not 0 <= value < math.inf:
             raise ValueError(f"temperature {value} must be 0 (greedy) or a positive finite number")
-    return Temperature(t)
+    # One type, so that a change from 1 to 0.5 recompiles nothing.
+    return Temperature(jnp.asarray(t, jnp.float32))
 
 
 def top_k(k: int) -> TopK:
@@ -137,7 +145,7 @@ def top_p(p: Any) -> TopP:
     for value in _numbers(p):
         if not 0 <= value <= 1:
             raise ValueError(f"top_p={value} is not a probability; it must be from 0 to 1")
-    return TopP(p)
+    return TopP(jnp.asarray(p, jnp.float32))
 
 
 def chain(*transforms: Transform) -> Chain:
@@ -154,9 +162,9 @@ def as_pytree(transform: Transform) -> Any:
 def sample(key: Key[Array, ""], logits: Float[Array, "B V"], transform: Transform = greedy) -> Int[Array, " B"]:
     """Draws one token a row. A row's draw depends on the key, its number and its logits, not on the other rows."""
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
-    return jax.vmap(jax.random.categorical)(keys, transform(logits)).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, transform(logits).astype(jnp.float32)).astype(jnp.int32)
 
 
 def _numbers(value: Any) -> list[float]:
     # Values inside a trace are not known; they were checked when the transform was made outside of it.
-    return [] if isinstance(value, jax.core.Tracer) else [float(v) for v in jnp.ravel(jnp.asarray(value))]
+    return [] if isinstance(value, jax.core.Tracer) else np.ravel(value).tolist()

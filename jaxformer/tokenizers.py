@@ -192,9 +192,7 @@ class TextStream:
 
     def flush(self) -> str:
         """Return what is held back: U+FFFD for a character without its end, else nothing. The stream starts anew."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
 
 
 def _byte_level(merges: Sequence[tuple[str, str]]) -> tokenizers.Tokenizer:

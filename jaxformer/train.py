@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from jaxformer.data import Batch
 from jaxformer.losses import cross_entropy, weighted_mean, weighted_sum
+from jaxformer.trees import Leaf
 
 Objective = Callable[[nn.Module, Any, Batch, Array | None], tuple[Array, Array]]
 """(model, params, batch, dropout_key or None) -> (loss of each token or row, its weight)."""
@@ -34,7 +35,7 @@ Callback = Callable[[int, "TrainState", dict[str, Array]], None]
 class TrainState:
     """All that training changes: steps taken [] int32, parameters, optimizer state."""
 
-    step: Array
+    step: Leaf
     params: Any
     opt_state: Any
 

@@ -11,6 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+Leaf = Any
+"""A field of a pytree: an array, or what a transformation puts in its place, such as a shape or a sharding."""
+
 _LAYER = re.compile(r"layers_(\d+)")
 
 
@@ -38,12 +41,18 @@ def stack_layers(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unstack_layers(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tree with each stacked `layers` split into `layers_0`, `layers_1`, ...; undoes `stack_layers`."""
+    """Returns the tree with each stacked `layers` split into `layers_0`, `layers_1`, ...; undoes `stack_layers`.
+
+    Raises:
+      ValueError: leaves of one `layers` that differ in their number of layers.
+    """
     out: dict[str, Any] = {}
     for name, value in tree.items():
         if name == "layers":
-            (depth,) = {leaf.shape[0] for leaf in jax.tree.leaves(value)}
-            for i in range(depth):
+            depths = sorted({leaf.shape[0] for leaf in jax.tree.leaves(value)})
+            if len(depths) != 1:
+                raise ValueError(f"the leaves of 'layers' have {depths} layers; stacked ones all have the same number")
+            for i in range(depths[0]):
                 out[f"layers_{i}"] = jax.tree.map(lambda leaf, i=i: leaf[i], value)
         else:
             out[name] = unstack_layers(value) if isinstance(value, Mapping) else value

@@ -6,12 +6,17 @@ import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import hypothesis
 import jax
 import jaxtyping
 from jaxtyping import install_import_hook
 
 # Every call of the package is checked against its annotations, shapes included, while the tests run.
 install_import_hook("jaxformer", "beartype.beartype")
+
+# A deadline would measure the machine, and the first example of a test compiles.
+hypothesis.settings.register_profile("jaxformer", deadline=None)
+hypothesis.settings.load_profile("jaxformer")
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "highest")

@@ -10,6 +10,11 @@ from hypothesis import given, settings
 import jaxformer as jf
 from jaxformer import blocks, config, layers, models, positions
 
+NEEDED = ("vocab_size", "max_len", "d_model", "num_layers", "num_heads")
+SIZES = (*NEEDED, "num_kv_heads", "d_head", "d_ff")
+# The annotation check of the test suite would refuse most bad values before the config does.
+as_a_user = pytest.mark.usefixtures("unchecked")
+
 
 @given(draw.configs())
 @settings(deadline=None)
@@ -24,12 +29,11 @@ def test_json_and_back_is_the_same_config(made):
 @settings(deadline=None)
 def test_sizes_fill_in_what_follows_from_others(made):
     size = made.sizes
-    assert size["V"], size["D"] == (made.vocab_size, made.d_model)
-    assert (size["L"], size["N"], size["P"]) == (made.num_layers, made.num_heads, made.max_len)
+    assert [size[letter] for letter in "VPDLN"] == [getattr(made, name) for name in NEEDED]
     assert size["K"] == (made.num_heads if made.num_kv_heads is None else made.num_kv_heads)
     assert size["F"] == (4 * made.d_model if made.d_ff is None else made.d_ff)
     assert size["H"] == (made.d_model // made.num_heads if made.d_head is None else made.d_head)
-    assert made.scale == (1 / math.sqrt(size["H"]) if made.attention_scale is None else made.attention_scale)
+    assert math.isclose(made.scale, size["H"] ** -0.5 if made.attention_scale is None else made.attention_scale)
 
 
 @pytest.mark.parametrize("name", jf.PRESETS)
@@ -59,6 +63,7 @@ def test_every_choice_has_a_meaning_and_every_meaning_a_choice():
     assert not set(positions.ADD) & set(positions.ROTATE)
 
 
+@as_a_user
 def test_every_choice_field_is_checked():
     annotations = {field.name: field.type for field in dataclasses.fields(jf.Config)}
     assert {name for name, kind in annotations.items() if get_args(kind) and isinstance(get_args(kind)[0], str)} == set(
@@ -69,9 +74,7 @@ def test_every_choice_field_is_checked():
             draw.tiny(**{name: "nonsense"})
 
 
-SIZES = ("vocab_size", "max_len", "d_model", "num_layers", "num_heads", "num_kv_heads", "d_head", "d_ff")
-
-
+@as_a_user
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("value", [0, -1, 2.0, "8", True])
 def test_sizes_are_integers_of_at_least_one(name, value):
@@ -79,12 +82,14 @@ def test_sizes_are_integers_of_at_least_one(name, value):
         draw.tiny(**{name: value})
 
 
-@pytest.mark.parametrize("name", ["vocab_size", "max_len", "d_model", "num_layers", "num_heads"])
+@as_a_user
+@pytest.mark.parametrize("name", NEEDED)
 def test_sizes_without_a_default_cannot_be_none(name):
     with pytest.raises(ValueError, match=rf"^{name}=None must be an integer"):
         draw.tiny(**{name: None})
 
 
+@as_a_user
 @pytest.mark.parametrize("name", ["embed_scale", "gated", "bias", "tie_embeddings", "scan_layers"])
 @pytest.mark.parametrize("value", [0, 1, None, "true"])
 def test_flags_are_booleans(name, value):
@@ -92,6 +97,7 @@ def test_flags_are_booleans(name, value):
         draw.tiny(**{name: value})
 
 
+@as_a_user
 @pytest.mark.parametrize("name", ["norm_eps", "rotary_base", "attention_scale"])
 @pytest.mark.parametrize("value", [0.0, -1e-5, math.inf, math.nan, "1", True])
 def test_factors_are_positive_and_finite(name, value):
@@ -99,14 +105,16 @@ def test_factors_are_positive_and_finite(name, value):
         draw.tiny(**{name: value})
 
 
+@as_a_user
 @pytest.mark.parametrize("value", [-0.1, 1, 1.5, math.nan, None, False])
 def test_dropout_is_a_rate_below_one(value):
     with pytest.raises(ValueError, match=rf"^dropout={value!r} must be a number from 0"):
         draw.tiny(dropout=value)
 
 
+@as_a_user
 @pytest.mark.parametrize(
-    "fields, message",
+    ("fields", "message"),
     [
         ({"d_model": 30}, "d_model=30 is not a multiple of num_heads=4; set d_head explicitly"),
         ({"num_kv_heads": 3}, "num_heads=4 is not a multiple of num_kv_heads=3; each"),
@@ -128,6 +136,7 @@ def test_odd_widths_are_fine_where_no_lanes_are_paired():
     assert draw.tiny(positions="rotary", d_model=15, d_head=4).sizes["D"] == 15
 
 
+@as_a_user
 def test_unknown_and_missing_json_fields_are_named():
     fields = draw.tiny().to_dict()
     with pytest.raises(ValueError, match=r"'num_layer' is unknown; did you mean 'num_layers'\?"):
@@ -138,4 +147,4 @@ def test_unknown_and_missing_json_fields_are_named():
         jf.Config.from_dict({k: v for k, v in fields.items() if k not in ("vocab_size", "num_layers")})
     with pytest.raises(ValueError, match="d_model='64' must be an integer"):
         jf.Config.from_dict(fields | {"d_model": "64"})
-    assert jf.Config.from_dict({name: fields[name] for name in SIZES[:5]}).norm_eps == 1e-5
+    assert jf.Config.from_dict({name: fields[name] for name in NEEDED}).norm_eps == 1e-5

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxformer import corpus
 from jaxformer.corpus import fingerprint, python_prose, python_source, read_documents, split_documents
 
-documents = st.lists(st.text(max_size=40), max_size=30)
+documents = st.lists(st.text(alphabet="ab\né", max_size=12), max_size=12)
 SMALL = st.lists(st.text(alphabet="ab", max_size=2), max_size=3)
 
 

@@ -145,7 +145,7 @@ def test_a_batch_is_a_pytree() -> None:
         assert (np.asarray(getattr(doubled, name)) == 2 * value).all()
 
 
-@pytest.mark.parametrize(("count", "batch_size"), [(10, 2), (7, 3), (3, 5), (1, 2)])
+@pytest.mark.parametrize(("count", "batch_size"), [(10, 2), (7, 3), (3, 5), (1, 2), (4, 1), (1, 1)])
 def test_each_epoch_has_every_window_once_in_its_own_order(count: int, batch_size: int) -> None:
     batches = list(itertools.islice(train_batches(numbered(count), batch_size, seed=3), 6 * count))
     assert all(batch.ids.shape == (batch_size, 2) for batch in batches)

@@ -6,6 +6,7 @@ refuses it and names one that can. `cached_attention` reads the layers of a cach
 
 from collections.abc import Callable
 
+import jax
 from jaxtyping import Array, Float
 
 from jaxformer.attention.cached import cached_attention
@@ -62,11 +63,11 @@ def attention(
     References:
       Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; Ainslie et al. 2023, "GQA", section 2.2.
     """
-    _check_shapes(q, k, v, mask)
+    _check_shapes(q, k, v, mask, bias)
     return resolve(implementation)(q, k, v, mask, bias, scale=scale, softcap=softcap, pattern_fn=pattern_fn)
 
 
-def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:
+def _check_shapes(q: Array, k: Array, v: Array, mask: Mask, bias: Array | None) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {x.shape}; it must be [batch, tokens, heads, width]")
@@ -75,9 +76,11 @@ def _check_shapes(q: Array, k: Array, v: Array, mask: Mask) -> None:
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, keys, kv heads and width")
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} key/value heads; each must serve the same number")
-    rows = {mask.q_positions.shape[0], mask.kv_positions.shape[0]} - {1, B}
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(mask)} - {1, B}
     if rows or (mask.q_positions.shape[1], mask.kv_positions.shape[1]) != (T, S):
         raise ValueError(
             f"the mask is of positions {mask.q_positions.shape} x {mask.kv_positions.shape}, but q is [{B} {T}] "
             f"and k is [{B} {S}]"
         )
+    if bias is not None and bias.shape not in ((1, N, T, S), (B, N, T, S)):
+        raise ValueError(f"bias has shape {bias.shape}; it must be [1 or batch, query heads, T, S] = {(B, N, T, S)}")

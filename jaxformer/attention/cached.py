@@ -39,7 +39,6 @@ def cached_attention(
     B, T, N, H = q.shape
     K, S = view.kv.k.shape[2:4]
     C = min(BLOCK, S)
-    allowed = mask.dense()
     query = rearrange(q, "B T (K G) H -> B K G T H", K=K)
 
     def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -56,7 +55,7 @@ def cached_attention(
             scores = scores + rearrange(block, "B (K G) T C -> B K G T C", K=K)
         # The last block is moved back to end at S; its slots that an earlier block held must not count twice.
         fresh = start + jnp.arange(C) >= i * C
-        seen = (jax.lax.dynamic_slice_in_dim(allowed, start, C, axis=3) & fresh)[:, :, None]
+        seen = (_slots(mask, start, C).dense() & fresh)[:, :, None]
         scores = jnp.where(seen, scores, -jnp.inf)
         new_high = jnp.maximum(high, scores.max(axis=-1))
         # Rows that have seen nothing yet keep -inf; subtracting 0 instead keeps e^(-inf) = 0 free of NaN.
@@ -69,3 +68,12 @@ def cached_attention(
     _, total, z = jax.lax.fori_loop(0, (view.length + C - 1) // C, step, start)
     z = z / jnp.where(total == 0, 1, total)[..., None]
     return rearrange(z.astype(q.dtype), "B K G T H -> B T (K G) H")
+
+
+def _slots(mask: Mask, start: Array, size: int) -> Mask:
+    """Returns the mask of `size` slots: the whole one, made for every token, would cost what the capacity says."""
+    positions = jax.lax.dynamic_slice_in_dim(mask.kv_positions, start, size, axis=1)
+    segments = mask.kv_segments
+    if segments is not None:
+        segments = jax.lax.dynamic_slice_in_dim(segments, start, size, axis=1)
+    return Mask(mask.q_positions, positions, mask.q_segments, segments, mask.is_causal, mask.window, mask.ordered)

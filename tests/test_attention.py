@@ -1,0 +1,257 @@
+"""Attention against the oracle over every kind of mask, head grouping, bias, cap and type; and closed forms.
+
+In the closed forms q = k = 0, so that every visible key weighs the same and z is the mean of v over the visible keys.
+"""
+
+import dataclasses
+
+import draw
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from tolerances import BFLOAT16, FLOAT32
+
+import jaxformer as jf
+from jaxformer.attention import IMPLEMENTATIONS, attention, masked_softmax
+
+TOLERANCE = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": BFLOAT16}
+run = jax.jit(attention, static_argnames=("scale", "softcap", "implementation"))
+
+ROW = np.arange(5)
+TWO = np.array([ROW, ROW])
+LEFT, RIGHT = np.array([[-1, -1, 0, 1, 2], ROW]), np.array([[0, 1, 2, -1, -1], ROW])
+PACKED = np.array([[1, 1, 1, 2, 2], [1, 2, 2, 3, 0]])
+AT = oracle.positions_from_segments(PACKED)
+MASKS = {
+    "causal": ((TWO, TWO), {"causal": True}),
+    "causal, one row for all": ((ROW[None], ROW[None]), {"causal": True}),
+    "full": ((TWO, TWO), {}),
+    "right padding": ((RIGHT, RIGHT), {}),
+    "left padding": ((LEFT, LEFT), {"causal": True}),
+    "packed": ((AT, AT, PACKED, PACKED), {"causal": True}),
+    "causal window": ((TWO, TWO), {"causal": True, "window": 3}),
+    "window to both sides": ((LEFT, LEFT), {"window": 2}),
+    "last queries": ((TWO[:, 3:], RIGHT), {"causal": True}),
+    "more queries than keys": ((TWO, RIGHT[:, 2:4]), {}),
+}
+HEADS = {"all": (4, 4), "grouped": (6, 2), "one": (3, 1)}
+
+
+def make_mask(arrays, static):
+    return jf.Mask(*(jnp.asarray(x) for x in arrays), **static)
+
+
+def inputs(rng, T, S, N, K, H=4, dtype="float32", B=2):
+    """q, k, v with values that the type holds exactly, for the oracle and for the package."""
+    exact = [jnp.asarray(rng.normal(size=(B, *shape)), dtype) for shape in ((T, N, H), (S, K, H), (S, K, H))]
+    return [np.asarray(x, np.float64) for x in exact], exact
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("bias_rows", [None, 1, 2])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_attention_is_the_oracles(mask, heads, bias_rows, softcap, dtype, rng):
+    arrays, static = MASKS[mask]
+    (T, S), (N, K) = (x.shape[1] for x in arrays[:2]), HEADS[heads]
+    exact, given = inputs(rng, T, S, N, K, dtype=dtype)
+    bias = None if bias_rows is None else rng.normal(size=(bias_rows, N, T, S)).astype(np.float32)
+    z = attention(*given, make_mask(arrays, static), None if bias is None else jnp.asarray(bias), scale=0.7, softcap=softcap)
+    allowed = oracle.allowed(*arrays, **static)
+    expected = oracle.attention(*exact, allowed, bias, scale=0.7, softcap=softcap)
+    assert z.dtype == dtype
+    draw.close(z, expected, TOLERANCE[dtype])
+    empty = np.broadcast_to(~allowed.any(axis=(1, 3)), (2, T))
+    np.testing.assert_array_equal(z[empty], 0)
+
+
+def mean_of_visible(values, mask, T, N=1, dtype="float32"):
+    v = jnp.asarray(values, dtype)
+    v = v.reshape(1, len(v), -1, 1).repeat(2, axis=-1)
+    S, K = v.shape[1:3]
+    return run(jnp.zeros((1, T, N, 2), dtype), jnp.zeros((1, S, K, 2), dtype), v, mask, scale=1.0)[0, :, :, 0]
+
+
+@pytest.mark.parametrize(("N", "K"), [(4, 2), (6, 2), (8, 1), (3, 3)])
+def test_query_heads_share_key_value_heads_in_consecutive_groups(N, K):
+    z = mean_of_visible([10.0 * np.arange(1, K + 1)] * 3, jf.Mask.full(1, 3), 1, N)
+    np.testing.assert_array_equal(z[0], np.repeat(10.0 * np.arange(1, K + 1), N // K))
+
+
+def test_a_causal_window_counts_the_token_itself():
+    positions = jnp.arange(10)[None]
+    z = mean_of_visible(np.arange(10), jf.Mask(positions, positions, causal=True, window=4), 10)
+    draw.close(z[:, 0], [0, 0.5, 1, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5], FLOAT32)
+
+
+def test_packed_documents_do_not_see_each_other():
+    segments = jnp.asarray([[1, 1, 1, 2, 2]])
+    positions = jnp.asarray([[0, 1, 2, 0, 1]])
+    z = mean_of_visible(np.arange(5), jf.Mask(positions, positions, segments, segments, causal=True), 5)
+    draw.close(z[:, 0], [0, 0.5, 1, 3, 3.5], FLOAT32)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_query_that_sees_nothing_gives_zero_and_harms_no_gradient(dtype):
+    q, k, v = (jnp.asarray(x, dtype)[None, :, None] for x in (np.zeros((2, 2)), np.zeros((2, 2)), [[1, 2], [3, 4]]))
+    at, seen = jnp.arange(2)[None], jnp.asarray([[1, 1]])
+    mask = jf.Mask(at, at, jnp.asarray([[1, 2]]), seen)  # the second query is of another document
+
+    def first(q, k, v):
+        return run(q, k, v, mask, scale=1.0)[0, 0].sum()
+
+    def both(q, k, v):
+        return run(q, k, v, mask, scale=1.0).sum()
+
+    np.testing.assert_array_equal(run(q, k, v, mask, scale=1.0)[0, :, 0], [[2, 3], [0, 0]])
+    for loss in (first, both):
+        dq, dk, dv = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+        np.testing.assert_array_equal(dv, np.full_like(v, 0.5))
+        assert not dq.any()
+        assert np.isfinite(dk).all()
+    assert not jax.grad(first, argnums=1)(q, k, v).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_hidden_keys_weigh_nothing_whatever_hides_them_and_however_often(dtype, rng):
+    """Two pads before three tokens: hidden by the mask, by the lowest float32 as a bias, and by both at once."""
+    exact, (q, k, v) = inputs(rng, 5, 5, 2, 2, dtype=dtype, B=1)
+    plain = oracle.attention(*(x[:, 2:] for x in exact), np.tril(np.ones((1, 1, 3, 3), bool)), scale=0.5)
+    positions = jnp.asarray(LEFT[:1])
+    by_mask = jf.Mask(positions, positions, causal=True)
+    lowest = jnp.where(by_mask.dense(), 0, jnp.finfo(jnp.float32).min) * jnp.ones((1, 2, 1, 1))
+    for mask, bias in ((by_mask, None), (jf.Mask.full(5, 5), lowest), (by_mask, lowest)):
+        z = run(q, k, v, mask, bias, scale=0.5)
+        draw.close(z[:, 2:], plain, TOLERANCE[dtype])
+        other = run(q, k + (positions < 0)[..., None, None], v.at[:, :2].set(7), mask, bias, scale=0.5)
+        np.testing.assert_array_equal(other[:, 2:], z[:, 2:])
+        gradients = jax.grad(lambda *x, m=mask, b=bias: run(*x, m, b, scale=0.5).sum(), argnums=(0, 1, 2))(q, k, v)
+        assert all(np.isfinite(g).all() for g in [z, *gradients])
+
+
+def test_scores_are_float32_under_bfloat16():
+    """Scores of 256 and 257 are one number in bfloat16; the weights must be those of a difference of 1."""
+    q, k = jnp.asarray([[[[16.0, 1.0]]]], jnp.bfloat16), jnp.asarray([[[[16.0, 0.0]], [[16.0, 1.0]]]], jnp.bfloat16)
+    v = jnp.asarray([[[[0.0]], [[1.0]]]], jnp.bfloat16).repeat(2, axis=-1)
+    z = run(q, k, v, jf.Mask.full(1, 2), scale=1.0)
+    draw.close(z, np.full((1, 1, 1, 2), 1 / (1 + np.exp(-1))), BFLOAT16)
+
+
+def test_large_scores_do_not_overflow(rng):
+    exact, given = inputs(rng, 5, 5, 2, 2)
+    z = run(*given, jf.Mask.causal(5), scale=1e4)
+    draw.close(z, oracle.attention(*exact, np.tril(np.ones((1, 1, 5, 5), bool)), scale=1e4), FLOAT32)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradients_are_the_oracles_central_differences(softcap, rng):
+    arrays, static = (LEFT[:1, 1:], LEFT[:1, 1:]), {"causal": True}
+    exact, given = inputs(rng, 4, 4, 2, 1, H=2, B=1)
+    exact.append(rng.normal(size=(1, 2, 4, 4)).astype(np.float32).astype(np.float64))
+    weights = rng.normal(size=(1, 4, 2, 2))
+    allowed, mask = oracle.allowed(*arrays, **static), make_mask(arrays, static)
+
+    def loss(q, k, v, bias):
+        return (run(q, k, v, mask, bias, scale=0.7, softcap=softcap) * jnp.asarray(weights, jnp.float32)).sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3))(*given, jnp.asarray(exact[3], jnp.float32))
+    for i, gradient in enumerate(gradients):
+        for at in np.ndindex(*gradient.shape):
+            high, low = ([x.copy() for x in exact] for _ in range(2))
+            high[i][at] += 1e-5
+            low[i][at] -= 1e-5
+            ends = [(oracle.attention(*x[:3], allowed, x[3], scale=0.7, softcap=softcap) * weights).sum()
+                    for x in (high, low)]  # fmt: skip
+            assert abs(gradient[at] - (ends[0] - ends[1]) / 2e-5) < FLOAT32, (i, at)
+
+
+def test_the_softmax_is_over_allowed_keys_only(rng):
+    scores = jnp.asarray(rng.normal(size=(4, 6)), jnp.float32)
+    allowed = jnp.asarray(rng.integers(2, size=(4, 6)), bool).at[2].set(False).at[3].set(True)
+    pattern = masked_softmax(scores, allowed)
+    np.testing.assert_array_equal(pattern[~allowed], 0)
+    draw.close(pattern.sum(axis=-1), allowed.any(axis=-1), FLOAT32)
+    draw.close(pattern[3], oracle.softmax(scores[3]), FLOAT32)
+
+
+def test_the_pattern_can_be_read_and_replaced(rng):
+    exact, given = inputs(rng, 5, 5, 4, 2)
+    expected = oracle.attention(*exact, np.tril(np.ones((1, 1, 5, 5), bool)), scale=0.5, with_pattern=True)
+    seen = []
+    z = attention(*given, jf.Mask.causal(5), scale=0.5, pattern_fn=lambda p: seen.append(p) or p)
+    draw.close(z, expected[0], FLOAT32)
+    draw.close(seen[0], expected[1], FLOAT32)
+    first = jnp.zeros_like(seen[0]).at[..., 0].set(1)
+    z = attention(*given, jf.Mask.causal(5), scale=0.5, pattern_fn=lambda _: first)
+    np.testing.assert_array_equal(z, np.repeat(np.broadcast_to(given[2][:, :1], (2, 5, 2, 4)), 2, axis=2))
+
+
+def test_an_implementation_of_the_users_is_used(monkeypatch):
+    calls = []
+
+    def zeros(q, k, v, mask, bias, *, scale, softcap, pattern_fn):
+        calls.append((scale, softcap))
+        return jnp.zeros_like(q)
+
+    monkeypatch.setitem(IMPLEMENTATIONS, "zeros", zeros)
+    q = jnp.ones((1, 3, 2, 4))
+    assert not attention(q, q, q, jf.Mask.causal(3), scale=0.5, softcap=2.0, implementation="zeros").any()
+    assert attention(q, q, q, jf.Mask.causal(3), scale=0.5, softcap=2.0).all()
+    assert calls == [(0.5, 2.0)]
+    model, params = draw.model(attention="zeros")
+    calls.clear()
+    jax.eval_shape(model.apply, {"params": params}, draw.ids(1, 3))
+    assert calls == [(0.5, None)] * 2  # one for each layer
+
+
+def test_an_unknown_implementation_is_refused():
+    q = jnp.ones((1, 3, 2, 4))
+    with pytest.raises(KeyError, match=r"'flush' is unknown; choose one of \['auto', 'einsum'"):
+        attention(q, q, q, jf.Mask.causal(3), scale=0.5, implementation="flush")
+    model, params = draw.model()
+    with pytest.raises(KeyError, match="'flush' is unknown"):
+        jax.eval_shape(
+            jf.build(dataclasses.replace(model.config, attention="flush")).apply, {"params": params}, draw.ids(1, 3)
+        )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mask", "message"),
+    [
+        ([(2, 3, 4), (2, 5, 2, 4), (2, 5, 2, 4)], (3, 5), r"q has shape \(2, 3, 4\); it must be \[batch, tokens"),
+        ([(2, 3, 4, 4), (2, 5, 8), (2, 5, 2, 4)], (3, 5), r"k has shape \(2, 5, 8\)"),
+        ([(2, 3, 4, 4), (2, 5, 2, 4), (5, 2, 4)], (3, 5), r"v has shape \(5, 2, 4\)"),
+        ([(2, 3, 4, 4), (2, 5, 3, 4), (2, 5, 3, 4)], (3, 5), "4 query heads are not a multiple of 3 key/value heads"),
+        ([(2, 3, 2, 4), (2, 5, 4, 4), (2, 5, 4, 4)], (3, 5), "2 query heads are not a multiple of 4 key/value heads"),
+        ([(2, 3, 4, 4), (1, 5, 2, 4), (1, 5, 2, 4)], (3, 5), "must agree in batch, keys, kv heads and width"),
+        ([(2, 3, 4, 4), (2, 5, 2, 6), (2, 5, 2, 6)], (3, 5), "must agree in batch, keys, kv heads and width"),
+        ([(2, 3, 4, 4), (2, 5, 2, 4), (2, 4, 2, 4)], (3, 5), "must agree in batch, keys, kv heads and width"),
+        ([(2, 3, 4, 4), (2, 5, 2, 4), (2, 5, 4, 4)], (3, 5), "must agree in batch, keys, kv heads and width"),
+        ([(2, 3, 4, 4), (2, 5, 2, 4), (2, 5, 2, 4)], (5, 5), r"the mask is of positions \(1, 5\) x \(1, 5\), but q"),
+        ([(2, 3, 4, 4), (2, 5, 2, 4), (2, 5, 2, 4)], (3, 1), r"the mask is of positions \(1, 3\) x \(1, 1\), but q"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(shapes, mask, message, unchecked):
+    with pytest.raises(ValueError, match=message):
+        attention(*(jnp.ones(shape) for shape in shapes), jf.Mask.full(*mask), scale=1.0)
+
+
+@pytest.mark.parametrize("rows", ["q_positions", "kv_positions", "segments"])
+def test_a_mask_of_another_batch_is_refused(rows, unchecked):
+    one, three = jnp.zeros((1, 4), int), jnp.zeros((3, 4), int)
+    parts = {"q_positions": one, "kv_positions": one}
+    parts |= {"q_segments": three, "kv_segments": three} if rows == "segments" else {rows: three}
+    for B in (1, 2):
+        q = jnp.ones((B, 4, 2, 4))
+        with pytest.raises(ValueError, match="mask"):
+            attention(q, q, q, jf.Mask(**parts), scale=1.0)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 4, 4), (1, 1, 4, 4), (1, 2, 4, 1), (4, 4)])
+def test_a_bias_of_another_shape_is_refused(shape, unchecked):
+    q = jnp.ones((2, 4, 2, 4))
+    with pytest.raises(ValueError, match="bias"):
+        attention(q, q, q, jf.Mask.causal(4), jnp.zeros(shape), scale=1.0)

@@ -1,0 +1,41 @@
+"""What the README shows is what happens."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import train_lm
+from tyro import cli as parse
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_example_runs_as_written_and_prints_what_is_shown():
+    (example,) = blocks("python")
+    code, expected = example.split("# prints: ")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == expected.strip()
+
+
+def test_the_training_command_parses_as_written():
+    (command,) = [line for block in blocks("sh") for line in block.splitlines() if "train_lm.py" in line]
+    assert parse(train_lm.Settings, args=shlex.split(command)[2:]) == train_lm.Settings()
+
+
+def test_the_test_command_is_pytest_over_all_tests():
+    section = README.split("## Test\n")[1]
+    assert re.search(r"```sh\n(.*)\n```", section)[1] == "pytest"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"`((?:jaxformer|experiments|tests|docs)/[\w/]*\.?\w*)`", README)))
+)
+def test_every_file_that_the_readme_names_exists(path):
+    assert (Path(__file__).parent.parent / path).exists()
