@@ -37,11 +37,11 @@ FREE = ("out", "resume", "prompts", "sample_tokens", "temperature", "top_p", "ch
 """Settings that do not change what is trained, and may differ when a run is resumed."""
 
 MODEL = jf.Config(
-    vocab_size=2048,
+    vocab_size=1024,
     max_len=128,
-    d_model=192,
+    d_model=128,
     num_layers=4,
-    num_heads=3,
+    num_heads=2,
     norm="rmsnorm",
     positions="rotary",
     bias=False,
@@ -62,11 +62,11 @@ class Settings:
     """bpe learns model.vocab-size tokens from the training text; bytes takes the 256 bytes as they are."""
     model: jf.Config = MODEL
     """The model; model.max-len is also the length of a training row, in tokens."""
-    num_steps: int = 700
+    num_steps: int = 800
     """Optimizer steps."""
-    batch_size: int = 8
+    batch_size: int = 16
     """Rows in a step."""
-    learning_rate: float = 4e-3
+    learning_rate: float = 5e-3
     """Peak of the schedule."""
     warmup_steps: int = 40
     """Steps of linear rise to the peak; a cosine to 5 percent of it follows."""
@@ -74,9 +74,9 @@ class Settings:
     """AdamW's decay of matmul kernels."""
     validation_fraction: float = 0.05
     """Share of the text, by document, that is held out."""
-    eval_every: int = 175
+    eval_every: int = 200
     """Steps between validations."""
-    checkpoint_every: int = 175
+    checkpoint_every: int = 200
     """Steps between checkpoints; one more follows at the end or at Ctrl-C."""
     prompts: tuple[str, ...] = ("The ", "Return the ", "If the argument is")
     """Beginnings of the samples."""

@@ -129,7 +129,8 @@ class Embed(nn.Module):
 
     def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Returns the rows of these numbers; a number outside of the table gives NaN, never another row."""
-        rows = self.embedding.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        table = jnp.asarray(self.embedding)  # parameters may be NumPy arrays, as read from a file
+        rows = table.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return rows.astype(self.config.dtype)
 
     def attend(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

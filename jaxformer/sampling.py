@@ -167,4 +167,4 @@ def sample(key: Key[Array, ""], logits: Float[Array, "B V"], transform: Transfor
 
 def _numbers(value: Any) -> list[float]:
     # Values inside a trace are not known; they were checked when the transform was made outside of it.
-    return [] if isinstance(value, jax.core.Tracer) else np.ravel(value).tolist()
+    return [] if isinstance(value, jax.core.Tracer) else np.ravel(value).astype(float).tolist()

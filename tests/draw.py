@@ -19,23 +19,28 @@ def tiny(**fields):
     return dataclasses.replace(TINY, **fields)
 
 
-def params(model, seed=0):
-    """Parameters of a model, none of them at its neutral value, all of them exact in bfloat16."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+def variables(module, *args, seed=0, **kwargs):
+    """Variables of a module, none of them at its neutral value, all of them exact in bfloat16."""
+    shapes = jax.eval_shape(lambda *args: module.init(jax.random.key(0), *args, **kwargs), *args)
     rng = np.random.default_rng(seed)
 
     def one(path, leaf):
         *_, owner, kind = (key.key for key in path)
         x = rng.normal(size=leaf.shape)
         if kind == "kernel":
-            rows = {"o_proj": leaf.shape[-3:-1], "q_proj": leaf.shape[-3:-2]}
-            fan_in = rows | {"k_proj": rows["q_proj"], "v_proj": rows["q_proj"]}
-            x = x / np.sqrt(np.prod(fan_in.get(owner, leaf.shape[-2:-1])))
+            contracted = {"o_proj": leaf.shape[-3:-1]} | dict.fromkeys(
+                ("q_proj", "k_proj", "v_proj"), leaf.shape[-3:-2]
+            )
+            x = x / np.sqrt(np.prod(contracted.get(owner, leaf.shape[-2:-1])))
         else:
             x = {"scale": 1 + 0.3 * x, "bias": 0.3 * x, "embedding": 0.5 * x}[kind]
         return jnp.asarray(x, jnp.bfloat16).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(one, shapes)
+
+
+def params(model, seed=0):
+    return variables(model, jnp.zeros((1, 1), jnp.int32), seed=seed)["params"]
 
 
 def model(seed=0, **fields):

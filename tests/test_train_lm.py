@@ -177,7 +177,7 @@ def test_a_new_run_never_writes_over_another(text, whole):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--learning-rate", "0.5"), "learning_rate is 0.5, but the run .* began with 0.004"),
+        (("--learning-rate", "0.5"), "learning_rate is 0.5, but the run .* began with 0.005"),
         (("--model.d-model", "32"), "model.d_model is 32, but the run .* began with 16"),
         (("--num-steps", "13"), "num_steps is 13, but the run .* began with 12"),
     ],

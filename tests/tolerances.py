@@ -5,3 +5,5 @@ FLOAT32 = 1e-5
 BFLOAT16 = 2e-2
 CACHED = 1e-4
 """Logits of cached decoding against the full forward pass: the sums run in another order."""
+FAR = 2e-4
+"""float32 sines at positions of a few thousand: the angle itself is rounded to 2^-12."""

@@ -1,0 +1,133 @@
+"""Angles against float64, far out and in every type; what rotary scores may and may not depend on."""
+
+import dataclasses
+
+import draw
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerances import BFLOAT16, FAR, FLOAT32
+
+import jaxformer as jf
+from jaxformer.positions import rotary, sinusoidal
+
+HALF_ULP = 2**-8  # rounding to bfloat16 of a number of at most 1
+
+
+def unit_pairs(H, dtype="float32"):
+    """x [1 1 1 H] whose turn is (cos, sin) of every angle."""
+    return jnp.concatenate([jnp.ones(H // 2), jnp.zeros(H // 2)]).astype(dtype)[None, None, None]
+
+
+@pytest.mark.parametrize("position", [0, 1, 3, 63])
+@pytest.mark.parametrize("base", [100.0, 10000.0, 500000.0])
+def test_rotary_is_the_oracles(position, base, rng):
+    x = rng.normal(size=(2, 3, 2, 8)).astype(np.float32)
+    at = position + np.array([[0, 1, -1], [-1, 0, 5]])
+    draw.close(rotary(jnp.asarray(x), jnp.asarray(at), base=base), oracle.rotary(x, at, base), FLOAT32)
+    row = rotary(jnp.asarray(x), jnp.asarray(at[:1]), base=base)
+    np.testing.assert_array_equal(row, rotary(jnp.asarray(x), jnp.asarray(at[[0, 0]]), base=base))
+
+
+def test_rotary_turns_the_two_halves_and_not_neighbours():
+    x = jnp.asarray([1.0, 2.0, 3.0, 4.0])[None, None, None]
+    turned = rotary(x, jnp.asarray([[1]]), base=10000.0)
+    draw.close(turned[0, 0, 0], [-1.9841106, 1.9599007, 2.4623779, 4.0197997], FLOAT32)
+
+
+@pytest.mark.parametrize("position", [257, 4095])
+@pytest.mark.parametrize("position_dtype", ["int32", "int16"])
+def test_rotary_is_exact_far_from_the_origin(position, position_dtype):
+    """An angle from rounded frequencies, or from position 256 or 4096 instead, is wrong in the first digit."""
+    at = jnp.asarray([[position]], position_dtype)
+    expected = oracle.rotary(unit_pairs(128), np.array([[position]]), 10000.0)
+    draw.close(rotary(unit_pairs(128), at, base=10000.0), expected, FAR)
+    turned = rotary(unit_pairs(128, "bfloat16"), at, base=10000.0)
+    assert turned.dtype == "bfloat16"
+    draw.close(turned, expected, HALF_ULP)
+    # Only the final value is rounded: the same as rounding what float32 gives.
+    np.testing.assert_array_equal(turned, rotary(unit_pairs(128), at, base=10000.0).astype(jnp.bfloat16))
+
+
+def test_rotary_at_the_marker_lane():
+    turned = rotary(unit_pairs(128, "bfloat16"), jnp.asarray([[4095]]), base=10000.0)[0, 0, 0]
+    draw.close(turned[jnp.asarray([1, 65])], [-0.742366, 0.669995], HALF_ULP)
+
+
+@given(st.integers(0, 4000), st.integers(0, 60), st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_rotary_scores_depend_on_the_distance_only(start, distance, seed):
+    q, k = np.random.default_rng(seed).normal(size=(2, 1, 1, 1, 64)).astype(np.float32) / 8
+
+    def score(at, to):
+        turned = (rotary(jnp.asarray(x), jnp.asarray([[p]]), base=10000.0) for x, p in ((q, at), (k, to)))
+        return float(jnp.vdot(*turned))
+
+    assert abs(score(start + distance, start) - score(distance, 0)) < FAR
+    assert abs(score(start, start) - np.vdot(q, k)) < FLOAT32
+
+
+def test_rotary_keeps_the_length_of_every_pair(rng):
+    x = jnp.asarray(rng.normal(size=(1, 9, 2, 8)), jnp.float32)
+    turned = rotary(x, 100 * jnp.arange(9)[None], base=50.0)
+    first, second = jnp.split(jnp.square(turned), 2, axis=-1)
+    before, after = jnp.split(jnp.square(x), 2, axis=-1)
+    draw.close(first + second, before + after, FLOAT32)
+
+
+@pytest.mark.parametrize("width", [2, 16, 128])
+def test_sinusoids_are_the_oracles(width):
+    at = np.array([[0, 1, 2, 63], [-1, -1, 0, 1]])
+    made = sinusoidal(jnp.asarray(at), width)
+    assert made.dtype == "float32"
+    draw.close(made, oracle.sinusoidal(at, width), FLOAT32)
+    far = np.array([[257, 4095]])
+    draw.close(sinusoidal(jnp.asarray(far), width), oracle.sinusoidal(far, width), FAR)
+
+
+def test_odd_widths_are_refused():
+    with pytest.raises(ValueError, match="the head width is 5; make it even"):
+        rotary(jnp.ones((1, 1, 1, 5)), jnp.zeros((1, 1), int), base=100.0)
+    with pytest.raises(ValueError, match="the width is 7; make it even"):
+        sinusoidal(jnp.zeros((1, 1), int), 7)
+
+
+@pytest.mark.parametrize("scheme", ["learned", "sinusoidal", "rotary"])
+def test_a_bfloat16_model_tells_position_257_from_256(scheme):
+    """In bfloat16 257 is 256 and 4095 is 4096; a model that cast its positions would be off by a whole step."""
+    made, params = draw.model(positions=scheme, max_len=4100, dtype="bfloat16", param_dtype="bfloat16", num_layers=1)
+    ids, at = draw.ids(1, 4), np.array([[3, 255, 257, 4095]])
+    expected = oracle.decoder(params, made.config.to_dict(), ids, at)
+    rounded = np.array([[3, 255, 256, 4096]])
+    other = oracle.decoder(params, made.config.to_dict(), ids, rounded)
+    scale = abs(expected).max()
+    draw.close(draw.logits(made, params, ids, jnp.asarray(at)) / scale, expected / scale, BFLOAT16)
+    assert (abs(other - expected).max(axis=-1) / scale)[0, 2:].min() > 3 * BFLOAT16
+
+
+def test_only_differences_of_rotary_positions_matter_to_a_model():
+    made, params = draw.model(positions="rotary")
+    ids, at = draw.ids(2, 6), jnp.arange(6)[None]
+    draw.close(draw.logits(made, params, ids, at + 1000), draw.logits(made, params, ids, at), FAR)
+    doubled = draw.logits(made, params, ids, 2 * at)
+    assert abs(doubled - draw.logits(made, params, ids, at)).max() > 100 * FAR
+
+
+def test_rotary_base_and_head_width_come_from_the_config():
+    made, params = draw.model(positions="rotary", rotary_base=100.0)
+    other = jf.build(dataclasses.replace(made.config, rotary_base=200.0))
+    ids = draw.ids(1, 6)
+    for model in (made, other):
+        draw.close(draw.logits(model, params, ids), oracle.decoder(params, model.config.to_dict(), ids), FLOAT32)
+    assert abs(draw.logits(made, params, ids) - draw.logits(other, params, ids)).max() > 100 * FLOAT32
+
+
+def test_gradients_of_rotary_are_the_inverse_turn(rng):
+    x, y = (jnp.asarray(rng.normal(size=(1, 3, 1, 4)), jnp.float32) for _ in range(2))
+    at = jnp.asarray([[1, 7, 30]])
+    gradient = jax.grad(lambda x: (rotary(x, at, base=100.0) * y).sum())(x)
+    draw.close(gradient, oracle.rotary(y, -np.asarray(at), 100.0), FLOAT32)
