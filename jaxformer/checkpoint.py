@@ -62,8 +62,11 @@ class Checkpointer:
 
     @property
     def latest_step(self) -> int | None:
-        """The newest complete checkpoint's step; None where there is none."""
-        return self._manager.latest_step() if self.folder.exists() else None
+        """The newest complete checkpoint's step, after waiting for a save under way; None where there is none."""
+        if not self.folder.exists():
+            return None
+        self._manager.wait_until_finished()
+        return self._manager.latest_step()
 
     def save(self, state: TrainState, meta: Mapping[str, Any]) -> None:
         """Starts to save a state and JSON values; the state may be donated right after.
@@ -128,8 +131,11 @@ class Checkpointer:
         step = self._newest()
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**items))
-        except _DAMAGE as error:
-            raise self._damaged(step, error) from error
+        except Exception as error:
+            # Of an array that is cut short orbax raises Exception itself.
+            if type(error) is Exception or isinstance(error, _DAMAGE):
+                raise self._damaged(step, error) from error
+            raise
 
     def _check_tree(self, item: str, target: Any) -> None:
         step = self._newest()

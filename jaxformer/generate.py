@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int, Key
 from jaxformer import sampling
 from jaxformer.cache import KINDS, Cache, init_cache
 from jaxformer.models import Decoder, check_ids, check_positions
+from jaxformer.trees import Leaf
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["ids", "lengths", "logprobs"], meta_fields=[])
@@ -34,9 +35,9 @@ class Generation:
         padding.
     """
 
-    ids: Array
-    lengths: Array
-    logprobs: Array
+    ids: Leaf
+    lengths: Leaf
+    logprobs: Leaf
 
 
 @partial(
@@ -49,11 +50,11 @@ class _State:
     """Between two tokens: the newest token [B] is not in the cache yet; `done` rows have ended before it."""
 
     cache: Cache
-    token: Array
-    logprob: Array
-    position: Array
-    done: Array
-    step: Array
+    token: Leaf
+    logprob: Leaf
+    position: Leaf
+    done: Leaf
+    step: Leaf
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["transform", "key", "eos_ids", "pad_id"], meta_fields=[])
@@ -61,10 +62,10 @@ class _State:
 class _Choice:
     """How the next token is chosen; leaves of the compiled program, so that new values recompile nothing."""
 
-    transform: Any
-    key: Array
-    eos_ids: Array
-    pad_id: Array
+    transform: Leaf
+    key: Leaf
+    eos_ids: Leaf
+    pad_id: Leaf
 
     def __call__(self, logits: Float[Array, "B V"], done: Array, step: Array) -> tuple[Array, Array]:
         token = sampling.sample(jax.random.fold_in(self.key, step), logits, self.transform)
@@ -158,7 +159,7 @@ def _start(
     positions = _check_positions(model, positions, ids.shape, max_new_tokens)
     eos_ids = [eos_id] if isinstance(eos_id, int) else list(eos_id or [])
     pad_id = (eos_ids or [0])[0] if pad_id is None else pad_id
-    for name, token in (("pad_id", pad_id), *(("eos_id", token) for token in eos_ids)):
+    for name, token in (*(("eos_id", token) for token in eos_ids), ("pad_id", pad_id)):
         if not 0 <= token < model.config.vocab_size:
             raise ValueError(f"{name}={token} is outside of the vocabulary of {model.config.vocab_size}")
     if key is None and not isinstance(sampler, sampling.Greedy):

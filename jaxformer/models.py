@@ -48,9 +48,12 @@ def check_positions(positions: Any, max_len: int) -> None:
     Raises:
       ValueError: a position of max_len or above.
     """
-    if not isinstance(positions, jax.core.Tracer) and int(positions.max()) >= max_len:
+    if isinstance(positions, jax.core.Tracer):
+        return
+    last = int(np.asarray(positions).max())  # in NumPy: under jit the maximum of known positions would be traced
+    if last >= max_len:
         raise ValueError(
-            f"position {int(positions.max())} is beyond the learned table of max_len={max_len}; "
+            f"position {last} is beyond the learned table of max_len={max_len}; "
             "shorten the text or choose a position scheme without a table"
         )
 
@@ -58,8 +61,7 @@ def check_positions(positions: Any, max_len: int) -> None:
 class Decoder(nn.Module):
     """A decoder-only language model (GPT, LLaMA).
 
-    An id outside of the vocabulary is an error; under jit, where ids are not known, it gives NaN logits wherever it is
-    seen.
+    An id outside of the vocabulary is an error; under jit, where ids are not known, it makes all logits of its row NaN.
     """
 
     config: Config

@@ -21,18 +21,19 @@ from jaxformer.trees import path_name
 MESH_AXES = ("data", "fsdp", "tensor")
 """data splits the batch; fsdp splits the batch and the parameters' width D; tensor splits heads, F and V."""
 
-LETTER_AXES: dict[str, str | tuple[str, ...] | None] = {
+LETTER_AXES: dict[str, tuple[str, ...]] = {
     "B": ("data", "fsdp"),
-    "D": "fsdp",
-    "N": "tensor",
-    "K": "tensor",
-    "F": "tensor",
-    "V": "tensor",
-    "T": None,
-    "H": None,
-    "L": None,
-    "P": None,
+    "D": ("fsdp",),
+    "N": ("tensor",),
+    "K": ("tensor",),
+    "F": ("tensor",),
+    "V": ("tensor",),
+    "T": (),
+    "H": (),
+    "L": (),
+    "P": (),
 }
+"""Dimension letter -> the mesh axes that split it."""
 
 RULES: tuple[tuple[str, str], ...] = (
     (r"embed/embedding", "VD"),
@@ -68,12 +69,14 @@ def make_mesh(axes: Mapping[str, int]) -> Mesh:
     """Makes a mesh over all devices from sizes such as {"data": 2, "fsdp": 4}; axes not named have size 1.
 
     Raises:
-      ValueError: an unknown axis, or sizes whose product is not the number of devices.
+      ValueError: an unknown axis, a size below 1, or sizes whose product is not the number of devices.
     """
     unknown = set(axes) - set(MESH_AXES)
     if unknown:
         raise ValueError(f"mesh axes {sorted(unknown)} are unknown; choose from {list(MESH_AXES)}")
     shape = tuple(axes.get(name, 1) for name in MESH_AXES)
+    if min(shape) < 1:
+        raise ValueError(f"the mesh sizes {dict(axes)} must be at least 1")
     if math.prod(shape) != jax.device_count():
         sizes = dict(zip(MESH_AXES, shape, strict=True))
         raise ValueError(f"the mesh {sizes} has {math.prod(shape)} places for {jax.device_count()} devices")
@@ -82,8 +85,17 @@ def make_mesh(axes: Mapping[str, int]) -> Mesh:
 
 
 def spec(dims: str) -> PartitionSpec:
-    """Returns the partition of an array by its dimension letters, such as "BTD"."""
-    return PartitionSpec(*(LETTER_AXES[letter] for letter in dims))
+    """Returns the partition of an array by its dimension letters, such as "BTD".
+
+    A mesh axis goes to the first letter that asks for it: D is split in parameters, and whole in activations, where the
+    batch has its axis already.
+    """
+    free, parts = list(MESH_AXES), []
+    for letter in dims:
+        axes = [axis for axis in LETTER_AXES[letter] if axis in free]
+        free = [axis for axis in free if axis not in axes]
+        parts.append(tuple(axes) if len(axes) > 1 else axes[0] if axes else None)
+    return PartitionSpec(*parts)
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
@@ -91,15 +103,18 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
     Raises:
       KeyError: a leaf without a rule of its own.
-      ValueError: a size that its mesh axis does not divide.
+      ValueError: a rank other than the rule's, or a size that its mesh axis does not divide.
     """
 
     def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         if leaf.ndim == 0:
             return NamedSharding(mesh, PartitionSpec())
         name = path_name(path)
-        partition = spec(letters(name))
-        for dim, size, axis in zip(letters(name), leaf.shape, partition, strict=True):
+        dims = letters(name)
+        if len(dims) != leaf.ndim:
+            raise ValueError(f"{name} has shape {leaf.shape}, but its rule says {dims}; correct it in sharding.RULES")
+        partition = spec(dims)
+        for dim, size, axis in zip(dims, leaf.shape, partition, strict=True):
             if axis is not None and size % mesh.shape[axis]:
                 raise ValueError(
                     f"{name}: size {dim}={size} is not a multiple of mesh axis {axis}={mesh.shape[axis]}; "

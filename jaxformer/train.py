@@ -131,10 +131,16 @@ def fit(
       state: where to start; donated, use the returned one.
       batches: gives the batch of each step in turn; for a resumed run, from the batch after the last one trained on.
       callbacks: run after every step, in this order.
+
+    Raises:
+      ValueError: batches that end before the last step.
     """
     with _stop_requested() as stop:
         for step in range(int(state.step) + 1, num_steps + 1):
-            state, metrics = train_step(state, next(batches))
+            batch = next(batches, None)
+            if batch is None:
+                raise ValueError(f"the batches ended before step {step} of {num_steps}; give one for each step")
+            state, metrics = train_step(state, batch)
             for callback in callbacks:
                 callback(step, state, metrics)
             if stop.is_set():

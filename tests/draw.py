@@ -1,7 +1,7 @@
 """Small models at random for the tests: configs, parameters in which every leaf matters, token ids."""
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -22,25 +22,32 @@ def tiny(**fields):
 def variables(module, *args, seed=0, **kwargs):
     """Variables of a module, none of them at its neutral value, all of them exact in bfloat16."""
     shapes = jax.eval_shape(lambda *args: module.init(jax.random.key(0), *args, **kwargs), *args)
+    return at_random(shapes, seed)
+
+
+def params(model, seed=0):
+    return at_random(_shapes(model), seed)
+
+
+@cache
+def _shapes(model):
+    return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+FAN_IN_AXES = {"q_proj": [-3], "k_proj": [-3], "v_proj": [-3], "o_proj": [-3, -2]}
+
+
+def at_random(shapes, seed):
     rng = np.random.default_rng(seed)
 
     def one(path, leaf):
         *_, owner, kind = (key.key for key in path)
         x = rng.normal(size=leaf.shape)
-        if kind == "kernel":
-            contracted = {"o_proj": leaf.shape[-3:-1]} | dict.fromkeys(
-                ("q_proj", "k_proj", "v_proj"), leaf.shape[-3:-2]
-            )
-            x = x / np.sqrt(np.prod(contracted.get(owner, leaf.shape[-2:-1])))
-        else:
-            x = {"scale": 1 + 0.3 * x, "bias": 0.3 * x, "embedding": 0.5 * x}[kind]
+        fan_in = np.prod([leaf.shape[axis] for axis in FAN_IN_AXES.get(owner, [-2])]) if kind == "kernel" else 1
+        x = {"kernel": x / np.sqrt(fan_in), "scale": 1 + 0.3 * x, "bias": 0.3 * x, "embedding": 0.5 * x}[kind]
         return jnp.asarray(x, jnp.bfloat16).astype(leaf.dtype)
 
     return jax.tree_util.tree_map_with_path(one, shapes)
-
-
-def params(model, seed=0):
-    return variables(model, jnp.zeros((1, 1), jnp.int32), seed=seed)["params"]
 
 
 def model(seed=0, **fields):
@@ -51,10 +58,6 @@ def model(seed=0, **fields):
 
 def ids(*shape, seed=0, vocab_size=TINY.vocab_size):
     return jnp.asarray(np.random.default_rng(seed).integers(vocab_size, size=shape), jnp.int32)
-
-
-def rows(*lists):
-    return jnp.asarray(np.asarray(lists), jnp.int32)
 
 
 @partial(jax.jit, static_argnums=0, static_argnames=("method", "mutable"))

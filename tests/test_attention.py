@@ -59,7 +59,9 @@ def test_attention_is_the_oracles(mask, heads, bias_rows, softcap, dtype, rng):
     (T, S), (N, K) = (x.shape[1] for x in arrays[:2]), HEADS[heads]
     exact, given = inputs(rng, T, S, N, K, dtype=dtype)
     bias = None if bias_rows is None else rng.normal(size=(bias_rows, N, T, S)).astype(np.float32)
-    z = attention(*given, make_mask(arrays, static), None if bias is None else jnp.asarray(bias), scale=0.7, softcap=softcap)
+    z = attention(
+        *given, make_mask(arrays, static), None if bias is None else jnp.asarray(bias), scale=0.7, softcap=softcap
+    )
     allowed = oracle.allowed(*arrays, **static)
     expected = oracle.attention(*exact, allowed, bias, scale=0.7, softcap=softcap)
     assert z.dtype == dtype
@@ -113,6 +115,8 @@ def test_a_query_that_sees_nothing_gives_zero_and_harms_no_gradient(dtype):
         assert not dq.any()
         assert np.isfinite(dk).all()
     assert not jax.grad(first, argnums=1)(q, k, v).any()
+    with jax.debug_nans(True):  # nor does a NaN arise in between
+        attention(q, k, v, mask, scale=1.0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -101,6 +101,14 @@ def test_a_window_over_the_cache_counts_the_token_itself():
         draw.close(run(jnp.zeros((1, 1, 1, 2)), 0 * v, v, 0, t + 1, mask), np.full((1, 1, 1, 2), expected[t]), FLOAT32)
 
 
+def test_scores_are_float32_under_bfloat16():
+    """Scores of 256 and 257 are one number in bfloat16; the weights must be those of a difference of 1."""
+    q, k = jnp.asarray([[[[16.0, 1.0]]]], jnp.bfloat16), jnp.asarray([[[[[16.0, 0.0], [16.0, 1.0]]]]], jnp.bfloat16)
+    v = jnp.asarray([[[[[0.0, 0.0], [1.0, 1.0]]]]], jnp.bfloat16)
+    z = make(scale=1.0)(q, k, v, 0, 2, jf.Mask.full(1, 2))
+    draw.close(z, np.full((1, 1, 1, 2), 1 / (1 + np.exp(-1))), BFLOAT16)
+
+
 def test_large_scores_do_not_overflow(rng):
     q, k, v = slots(rng, 7, 2, 4, "float32")
     at = np.tile(np.arange(7), (B, 1))

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from draw import close
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tolerances import FLOAT32
@@ -48,13 +48,11 @@ def batches(draw):
 
 
 @given(batches(), st.sampled_from(OPTIONS))
-@settings(deadline=None)
 def test_the_mean_is_the_oracles(batch, options):
     close(mean(*map(jnp.asarray, batch), **options), oracle.cross_entropy(*batch, **options), FLOAT32)
 
 
 @given(batches(), st.sampled_from(OPTIONS))
-@settings(deadline=None)
 def test_the_gradient_of_a_token_without_weight_is_exactly_zero_and_every_other_is_finite(batch, options):
     logits, labels, weights = map(jnp.asarray, batch)
     _, gradient = map(np.asarray, mean_and_gradient(logits, labels, weights, **options))

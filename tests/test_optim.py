@@ -9,7 +9,7 @@ import optax
 import oracle
 import pytest
 from draw import close, tiny
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tolerances import FLOAT32
 
@@ -42,7 +42,6 @@ def stepped(optimizer, params, gradients, steps=1):
 
 
 @given(st.integers(0, 20), st.integers(1, 30), st.floats(1e-5, 1.0), st.floats(0, 1), st.integers(0, 60))
-@settings(deadline=None)
 def test_the_schedule_is_the_oracles(warmup, after, peak, final_fraction, step):
     total = warmup + after
     schedule = warmup_cosine(peak, warmup, total, final_fraction)

@@ -10,12 +10,13 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxformer.attention.cached import cached_attention
+from jaxformer.attention.chunked import chunked_attention
 from jaxformer.attention.einsum import einsum_attention, masked_softmax
 from jaxformer.masks import Mask
 
 __all__ = ["IMPLEMENTATIONS", "attention", "cached_attention", "masked_softmax", "resolve"]
 
-IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"einsum": einsum_attention}
+IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"einsum": einsum_attention, "chunked": chunked_attention}
 """Name -> implementation. Each takes (q, k, v, mask, bias, *, scale, softcap, pattern_fn)."""
 
 

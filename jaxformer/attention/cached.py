@@ -1,9 +1,7 @@
 """Attention over a cache, reading only the slots in use, with an online softmax over blocks of them.
 
-    m' = max(m, max_s score),  l' = e^(m-m') l + sum_s e^(score-m'),  z' = e^(m-m') z + sum_s e^(score-m') v_s
-
-(Milakov and Gimelshein 2018, algorithm 3; Rabe and Staats 2021). A token's cost grows with the text so far and not with
-the capacity of the cache, and the layers' keys and values are read where they lie: no layer is copied out.
+A token's cost grows with the text so far and not with the capacity of the cache, and the layers' keys and values are
+read where they lie: no layer is copied out.
 """
 
 import jax
@@ -12,6 +10,7 @@ from einops import rearrange
 from jaxtyping import Array, Float
 
 from jaxformer.attention.einsum import softcapped
+from jaxformer.attention.online import Online, empty, finish, update
 from jaxformer.cache import LayerView
 from jaxformer.masks import Mask
 
@@ -36,13 +35,12 @@ def cached_attention(
     Returns:
       z [B T N H]; a row without any allowed slot is 0. Not differentiable: the number of blocks depends on the length.
     """
-    B, T, N, H = q.shape
+    B, H = q.shape[0], q.shape[3]
     K, S = view.kv.k.shape[2:4]
     C = min(BLOCK, S)
     query = rearrange(q, "B T (K G) H -> B K G T H", K=K)
 
-    def step(i: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        high, total, z = carry
+    def step(i: Array, online: Online) -> Online:
         start = jnp.minimum(i * C, S - C)
         k, v = (
             jax.lax.dynamic_slice(x, (view.layer, 0, 0, start, 0), (1, B, K, C, H))[0].astype(q.dtype)
@@ -56,17 +54,10 @@ def cached_attention(
         # The last block is moved back to end at S; its slots that an earlier block held must not count twice.
         fresh = start + jnp.arange(C) >= i * C
         seen = (_slots(mask, start, C).dense() & fresh)[:, :, None]
-        scores = jnp.where(seen, scores, -jnp.inf)
-        new_high = jnp.maximum(high, scores.max(axis=-1))
-        # Rows that have seen nothing yet keep -inf; subtracting 0 instead keeps e^(-inf) = 0 free of NaN.
-        shift = jnp.where(jnp.isfinite(new_high), new_high, 0)
-        weights, decay = jnp.exp(scores - shift[..., None]), jnp.exp(high - shift)
-        update = jnp.einsum("BKGTC,BKCH->BKGTH", weights.astype(q.dtype), v, preferred_element_type=jnp.float32)
-        return new_high, decay * total + weights.sum(axis=-1), decay[..., None] * z + update
+        return update(online, jnp.where(seen, scores, -jnp.inf), v)
 
-    start = jnp.full((B, K, N // K, T), -jnp.inf), jnp.zeros((B, K, N // K, T)), jnp.zeros((B, K, N // K, T, H))
-    _, total, z = jax.lax.fori_loop(0, (view.length + C - 1) // C, step, start)
-    z = z / jnp.where(total == 0, 1, total)[..., None]
+    blocks = (view.length + C - 1) // C
+    z, _ = finish(jax.lax.fori_loop(0, blocks, step, empty(query.shape[:-1], H)))
     return rearrange(z.astype(q.dtype), "B K G T H -> B T (K G) H")
 
 
