@@ -45,6 +45,7 @@ MODEL = jf.Config(
     norm="rmsnorm",
     positions="rotary",
     activation="relu",
+    embed_scale=True,
     bias=False,
 )
 

@@ -80,7 +80,7 @@ def test_a_row_that_allows_nothing_is_zero():
     np.testing.assert_array_equal(pattern[0, 0], [[0.5, 0.5], [0.0, 0.0]])
 
 
-@pytest.mark.parametrize("N, K", [(4, 2), (6, 2), (8, 1), (3, 3)])
+@pytest.mark.parametrize(("N", "K"), [(4, 2), (6, 2), (8, 1), (3, 3)])
 def test_query_heads_share_key_value_heads_in_consecutive_groups(N, K):
     v = np.broadcast_to(10.0 * np.arange(1, K + 1)[None, None, :, None], (1, 3, K, 1))
     z = oracle.attention(zeros(1, 3, N, 2), zeros(1, 3, K, 2), v, np.ones((1, 1, 3, 3), bool), scale=1.0)
@@ -153,7 +153,7 @@ def test_sinusoidal_interleaves_sines_and_cosines():
 
 
 @pytest.mark.parametrize(
-    "interleaved, expected",
+    ("interleaved", "expected"),
     [
         (False, [-1.9841106, 1.9599007, 2.4623779, 4.0197997]),
         (True, [-1.1426397, 1.9220756, 2.9598507, 4.0297995]),
@@ -204,7 +204,7 @@ def test_rmsnorm():
 
 
 @pytest.mark.parametrize(
-    "name, at_one",
+    ("name", "at_one"),
     [("relu", 1.0), ("gelu", 0.8413447460685429), ("gelu_tanh", 0.8411919906082768), ("silu", 0.7310585786300049)],
 )
 def test_activations(name, at_one):

@@ -7,3 +7,5 @@ CACHED = 1e-4
 """Logits of cached decoding against the full forward pass: the sums run in another order."""
 FAR = 2e-4
 """float32 sines at positions of a few thousand: the angle itself is rounded to 2^-12."""
+GRADIENT = 3e-5
+"""Gradients of attention: sums over a row or column of terms that are each within FLOAT32."""

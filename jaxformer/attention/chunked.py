@@ -24,14 +24,16 @@ QUERIES, KEYS = 256, 512
 """Tokens in a block."""
 
 
-class _Static(NamedTuple):
+class Static(NamedTuple):
+    """What the program is compiled for."""
+
     scale: float
     softcap: float | None
     is_causal: bool
     window: int | None
 
 
-class _Grid(NamedTuple):
+class Grid(NamedTuple):
     """Positions and segments cut into I blocks of queries and J blocks of keys: [I b t] and [J b s], b = B or 1."""
 
     q_positions: Array
@@ -39,12 +41,12 @@ class _Grid(NamedTuple):
     q_segments: Array | None
     kv_segments: Array | None
 
-    def mask(self, static: _Static, i: Array, j: Array) -> Mask:
+    def mask(self, static: Static, i: Array, j: Array) -> Mask:
         q_segments = None if self.q_segments is None else self.q_segments[i]
         kv_segments = None if self.kv_segments is None else self.kv_segments[j]
         return Mask(self.q_positions[i], self.kv_positions[j], q_segments, kv_segments, static.is_causal, static.window)
 
-    def active(self, static: _Static) -> Array:
+    def active(self, static: Static) -> Array:
         """Returns [I J]: False where no pair of the block can be allowed, judged by the extremes of either side."""
         far = jnp.iinfo(jnp.int32).max
         q_low, q_high = (f(self.q_positions, axis=2)[:, None] for f in (jnp.min, jnp.max))
@@ -84,19 +86,23 @@ def chunked_attention(
         raise ValueError("'chunked' never holds the attention pattern; read or edit it with implementation='einsum'")
     T, (S, K) = q.shape[1], k.shape[1:3]
     t, s = min(QUERIES, T), min(KEYS, S)
-    static = _Static(scale, softcap, mask.is_causal, mask.window)
-    grid = _Grid(
-        _rows(mask.q_positions, t, mode="edge"),
-        _rows(mask.kv_positions, s, constant_values=-1),
-        None if mask.q_segments is None else _rows(mask.q_segments, t, mode="edge"),
-        None if mask.kv_segments is None else _rows(mask.kv_segments, s, mode="edge"),
-    )
+    static, grid = Static(scale, softcap, mask.is_causal, mask.window), make_grid(mask, t, s)
     if isinstance(bias, jax.Array):
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, -T % t), (0, -S % s)))
     blocks = rearrange(_padded(q, t), "B (I t) (K G) H -> I B K G t H", t=t, K=K)
     keys, values = (rearrange(_padded(x, s), "B (J s) K H -> J B K s H", s=s) for x in (k, v))
     z = _attend(static, blocks, keys, values, bias, grid)
     return rearrange(z, "I B K G t H -> B (I t) (K G) H")[:, :T]
+
+
+def make_grid(mask: Mask, t: int, s: int) -> Grid:
+    """Cuts a mask into blocks of t queries and s keys; padding repeats the last query and adds empty keys."""
+    return Grid(
+        _rows(mask.q_positions, t, mode="edge"),
+        _rows(mask.kv_positions, s, constant_values=-1),
+        None if mask.q_segments is None else _rows(mask.q_segments, t, mode="edge"),
+        None if mask.kv_segments is None else _rows(mask.kv_segments, s, mode="edge"),
+    )
 
 
 def _padded(x: Array, size: int, **how: Any) -> Array:
@@ -114,12 +120,12 @@ def _span(active: Array) -> tuple[Array, Array]:
     return active.argmax(axis=1), jnp.where(active.any(axis=1), last, 0)
 
 
-def _scores(static: _Static, q: Array, k: Array) -> Float[Array, "B K G t s"]:
+def _scores(static: Static, q: Array, k: Array) -> Float[Array, "B K G t s"]:
     scores = jnp.einsum("BKGTH,BKSH->BKGTS", q, k, preferred_element_type=jnp.float32) * static.scale
     return softcapped(scores, static.softcap)
 
 
-def _masked(static: _Static, capped: Array, bias: Any, grid: _Grid, i: Array, j: Array) -> Float[Array, "B K G t s"]:
+def _masked(static: Static, capped: Array, bias: Any, grid: Grid, i: Array, j: Array) -> Float[Array, "B K G t s"]:
     """Adds the block's bias to its scores and hides what the mask forbids with -inf."""
     if bias is not None:
         block = _bias_block(bias, grid, i, j)
@@ -127,7 +133,7 @@ def _masked(static: _Static, capped: Array, bias: Any, grid: _Grid, i: Array, j:
     return jnp.where(grid.mask(static, i, j).dense()[:, :, None], capped, -jnp.inf)
 
 
-def _bias_block(bias: Any, grid: _Grid, i: Array, j: Array) -> Float[Array, "b N t s"]:
+def _bias_block(bias: Any, grid: Grid, i: Array, j: Array) -> Float[Array, "b N t s"]:
     if not isinstance(bias, jax.Array):
         return bias(grid.q_positions[i], grid.kv_positions[j])
     t, s = grid.q_positions.shape[2], grid.kv_positions.shape[2]
@@ -135,11 +141,11 @@ def _bias_block(bias: Any, grid: _Grid, i: Array, j: Array) -> Float[Array, "b N
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, q: Array, k: Array, v: Array, bias: Any, grid: _Grid) -> Array:
+def _attend(static: Static, q: Array, k: Array, v: Array, bias: Any, grid: Grid) -> Array:
     return _forward(static, q, k, v, bias, grid)[0]
 
 
-def _forward(static: _Static, q: Array, k: Array, v: Array, bias: Any, grid: _Grid) -> tuple[Array, tuple[Any, ...]]:
+def _forward(static: Static, q: Array, k: Array, v: Array, bias: Any, grid: Grid) -> tuple[Array, tuple[Any, ...]]:
     first, end = _span(grid.active(static))
 
     def row(i: Array) -> tuple[Array, Array]:
@@ -153,7 +159,7 @@ def _forward(static: _Static, q: Array, k: Array, v: Array, bias: Any, grid: _Gr
     return z, (q, k, v, bias, grid, z, lse)
 
 
-def _backward(static: _Static, residuals: tuple[Any, ...], dz: Array) -> tuple[Any, ...]:
+def _backward(static: Static, residuals: tuple[Any, ...], dz: Array) -> tuple[Any, ...]:
     q, k, v, bias, grid, z, lse = residuals
     first, end = _span(grid.active(static).T)
     delta = jnp.einsum("IBKGTH,IBKGTH->IBKGT", dz, z, preferred_element_type=jnp.float32)
@@ -185,7 +191,7 @@ def _product(equation: str, x: Array, y: Array) -> Array:
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
-def _add_bias_gradient(total: Any, bias: Any, da: Float[Array, "B K G t s"], grid: _Grid, i: Array, j: Array) -> Any:
+def _add_bias_gradient(total: Any, bias: Any, da: Float[Array, "B K G t s"], grid: Grid, i: Array, j: Array) -> Any:
     if bias is None:
         return None
     da = rearrange(da, "B K G t s -> B (K G) t s")
