@@ -42,6 +42,7 @@ class Grid(NamedTuple):
     kv_segments: Array | None
 
     def mask(self, static: Static, i: Array, j: Array) -> Mask:
+        """Returns the mask of query block i against key block j."""
         q_segments = None if self.q_segments is None else self.q_segments[i]
         kv_segments = None if self.kv_segments is None else self.kv_segments[j]
         return Mask(self.q_positions[i], self.kv_positions[j], q_segments, kv_segments, static.is_causal, static.window)
