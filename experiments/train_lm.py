@@ -33,7 +33,7 @@ from jaxformer.tokenizers import Tokenizer
 CORPORA: dict[str, Callable[[], list[str]]] = {"stdlib-prose": python_prose, "stdlib-code": python_source}
 FINAL_FRACTION = 0.05
 """What is left of the peak learning rate at the last step."""
-FREE = ("out", "resume", "prompts", "sample_tokens", "temperature", "top_p", "checkpoint_every")
+FREE = ("out", "resume", "prompts", "sample_tokens", "temperature", "top_p", "eval_every", "checkpoint_every")
 """Settings that do not change what is trained, and may differ when a run is resumed."""
 
 MODEL = jf.Config(
@@ -45,7 +45,6 @@ MODEL = jf.Config(
     norm="rmsnorm",
     positions="rotary",
     activation="relu",
-    embed_scale=True,
     bias=False,
 )
 
@@ -124,6 +123,11 @@ class Run:
         self.validation_bytes = num_bytes(self.validation_text)
         self.train_step = jf.make_train_step(self.model, self.optimizer, seed=settings.seed)
         self.eval_step = jf.make_eval_step(self.model)
+        # Before training, so that a prompt without room does not fail after it.
+        self.prompts = self._encode_prompts()
+        self.sampler = jf.sampling.chain(
+            jf.sampling.temperature(settings.temperature), jf.sampling.top_p(settings.top_p)
+        )
         self.state = self._state(meta)
         self.recorder = Recorder(settings.out, int(self.state.step), settings.num_steps, console)
 
@@ -131,6 +135,17 @@ class Run:
         stream = encode_documents(self.tokenizer, documents)
         check_vocabulary(stream, self.config.vocab_size)
         return Windows(stream, self.config.max_len, self.tokenizer.end_id)
+
+    def _encode_prompts(self) -> list[list[int]]:
+        prompts = [[self.tokenizer.end_id, *self.tokenizer.encode(prompt)] for prompt in self.settings.prompts]
+        for text, prompt in zip(self.settings.prompts, prompts, strict=True):
+            total = len(prompt) + self.settings.sample_tokens
+            if total > self.config.max_len:
+                raise ValueError(
+                    f"prompt {text!r} with {self.settings.sample_tokens} new tokens is {total} tokens long, over "
+                    f"model.max_len={self.config.max_len}; shorten it or lower sample_tokens"
+                )
+        return prompts
 
     def _state(self, meta: dict[str, Any] | None) -> jf.TrainState:
         if meta is None:
@@ -191,21 +206,22 @@ class Run:
 
     def _samples(self) -> list[tuple[str, str]]:
         """Returns the prompts with their continuations; they are one left-padded batch, so decoding compiles once."""
-        settings, tokenizer = self.settings, self.tokenizer
-        prompts = [[tokenizer.end_id, *tokenizer.encode(prompt)] for prompt in settings.prompts]
+        prompts, end = self.prompts, self.tokenizer.end_id
+        if not prompts:
+            return []
         width = max(map(len, prompts))
         new = jf.generate(
             self.model,
             self.state.params,
-            np.array([[tokenizer.end_id] * (width - len(p)) + p for p in prompts], np.int32),
+            np.array([[end] * (width - len(p)) + p for p in prompts], np.int32),
             positions=np.array([[-1] * (width - len(p)) + list(range(len(p))) for p in prompts], np.int32),
-            max_new_tokens=settings.sample_tokens,
-            sampler=jf.sampling.chain(jf.sampling.temperature(settings.temperature), jf.sampling.top_p(settings.top_p)),
-            key=jax.random.key(settings.seed),
-            eos_id=tokenizer.end_id,
+            max_new_tokens=self.settings.sample_tokens,
+            sampler=self.sampler,
+            key=jax.random.key(self.settings.seed),
+            eos_id=end,
         )
-        rows = zip(settings.prompts, np.asarray(new.ids), np.asarray(new.lengths), strict=True)
-        return [(prompt, tokenizer.decode(row[:length].tolist())) for prompt, row, length in rows]
+        rows = zip(self.settings.prompts, np.asarray(new.ids), np.asarray(new.lengths), strict=True)
+        return [(prompt, self.tokenizer.decode(row[:length].tolist())) for prompt, row, length in rows]
 
 
 def read_meta(settings: Settings, checkpointer: Checkpointer) -> dict[str, Any] | None:
@@ -286,3 +302,5 @@ if __name__ == "__main__":
         sys.exit(main(tyro.cli(Settings)))
     except (ValueError, KeyError, OSError) as error:
         sys.exit(f"error: {error.args[0] if isinstance(error, KeyError) else error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

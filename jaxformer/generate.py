@@ -157,10 +157,10 @@ def _start(
     check_ids(ids, model.config.vocab_size)
     _check_room(model, ids.shape[1], max_new_tokens, cache_kind)
     positions = _check_positions(model, positions, ids.shape, max_new_tokens)
-    eos_ids = [eos_id] if isinstance(eos_id, int) else list(eos_id or [])
+    eos_ids = [] if eos_id is None else np.ravel(eos_id).tolist()
     pad_id = (eos_ids or [0])[0] if pad_id is None else pad_id
     for name, token in (*(("eos_id", token) for token in eos_ids), ("pad_id", pad_id)):
-        if not 0 <= token < model.config.vocab_size:
+        if not isinstance(token, int) or not 0 <= token < model.config.vocab_size:
             raise ValueError(f"{name}={token} is outside of the vocabulary of {model.config.vocab_size}")
     if key is None and not isinstance(sampler, sampling.Greedy):
         raise ValueError(f"{sampler} draws at random; pass key=jax.random.key(seed), or sampler=sampling.greedy")

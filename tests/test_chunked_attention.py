@@ -9,7 +9,7 @@ import pytest
 from tolerances import BFLOAT16, FLOAT32, GRADIENT
 
 import jaxformer as jf
-from jaxformer.attention import attention, chunked
+from jaxformer.attention import attention, choose, chunked
 
 SCALE = 0.4
 
@@ -156,6 +156,34 @@ def test_no_block_with_an_allowed_pair_is_left_out(kind):
     assert not (needed & ~active).any()
     if kind in ("causal", "window", "window to both sides"):
         np.testing.assert_array_equal(active, needed)
+
+
+@pytest.mark.parametrize(
+    ("backend", "T", "needs_pattern", "chosen"),
+    [
+        ("cpu", 255, False, "einsum"),
+        ("cpu", 256, False, "chunked"),
+        ("cpu", 4096, True, "einsum"),
+        ("tpu", 2047, False, "einsum"),
+        ("gpu", 2048, False, "chunked"),
+    ],
+)
+def test_auto_keeps_the_pattern_where_it_is_wanted_and_few_scores_in_memory(
+    backend, T, needs_pattern, chosen, monkeypatch
+):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert choose("auto", T * T, needs_pattern) == chosen
+    assert choose("einsum", T * T, needs_pattern) == "einsum"
+
+
+def test_a_long_row_is_chunked_by_itself_and_a_tapped_one_is_not():
+    model, params = draw.model(max_len=256)
+    tokens = draw.ids(1, 256)
+    plain = str(jax.make_jaxpr(lambda p: model.apply({"params": p}, tokens))(params))
+    assert "256,256]" not in plain
+    _, read = draw.apply(model, {"params": params}, tokens, mutable=("intermediates",))
+    pattern = read["intermediates"]["decoder"]["layers_0"]["attn"]["pattern"]
+    draw.close(pattern.sum(axis=-1), np.ones(pattern.shape[:3]), FLOAT32)
 
 
 def test_a_model_has_the_same_logits_and_gradients_with_either_implementation():

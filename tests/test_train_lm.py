@@ -198,6 +198,19 @@ def test_a_run_is_not_resumed_on_other_text(text, whole, tmp_path):
         train_lm.read_text(run_settings, meta)
 
 
+def test_a_prompt_without_room_is_refused_before_training(text, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"prompt '(keys ){40}' with 8 new tokens is \d+ tokens long, over .*max_len=32"
+    ):
+        train_lm.main(settings(text, tmp_path, "--prompts", "keys " * 40))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_prompts_has_no_samples(text, whole):
+    run = train_lm.Run(settings(text, whole, "--resume", "--prompts"), Checkpointer(whole / "checkpoints"))
+    assert run._samples() == []
+
+
 def test_resuming_needs_a_checkpoint(text, tmp_path):
     with pytest.raises(FileNotFoundError, match="holds no complete checkpoint"):
         train_lm.main(settings(text, tmp_path / "nothing", "--resume"))

@@ -14,22 +14,33 @@ from jaxformer.attention.chunked import chunked_attention
 from jaxformer.attention.einsum import einsum_attention, masked_softmax
 from jaxformer.masks import Mask
 
-__all__ = ["IMPLEMENTATIONS", "attention", "cached_attention", "masked_softmax", "resolve"]
+__all__ = ["IMPLEMENTATIONS", "attention", "cached_attention", "choose", "masked_softmax"]
 
 IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"einsum": einsum_attention, "chunked": chunked_attention}
 """Name -> implementation. Each takes (q, k, v, mask, bias, *, scale, softcap, pattern_fn)."""
 
 
-def resolve(implementation: str) -> Callable[..., Array]:
-    """Returns the implementation of this name; "auto" is einsum on every backend.
+_CPU_CHUNKED, _CHUNKED = 256**2, 2048**2
+"""Scores a head from which "auto" takes chunked: on a CPU it is faster there, elsewhere it bounds the memory."""
+
+
+def choose(implementation: str, scores: int, needs_pattern: bool) -> str:
+    """Returns the name of the implementation to use, which is the given one unless that is "auto".
+
+    "auto" is einsum where the pattern is read or edited, and for few scores a head (T * S): below 256^2 on a CPU and
+    below 2048^2 elsewhere. Otherwise it is chunked.
 
     Raises:
       KeyError: an unknown name.
     """
-    name = "einsum" if implementation == "auto" else implementation
-    if name not in IMPLEMENTATIONS:
-        raise KeyError(f"attention implementation {name!r} is unknown; choose one of {['auto', *IMPLEMENTATIONS]}")
-    return IMPLEMENTATIONS[name]
+    if implementation == "auto":
+        limit = _CPU_CHUNKED if jax.default_backend() == "cpu" else _CHUNKED
+        return "einsum" if needs_pattern or scores < limit else "chunked"
+    if implementation not in IMPLEMENTATIONS:
+        raise KeyError(
+            f"attention implementation {implementation!r} is unknown; choose one of {['auto', *IMPLEMENTATIONS]}"
+        )
+    return implementation
 
 
 def attention(
@@ -55,7 +66,8 @@ def attention(
       scale: factor on q . k; H ** -0.5 as a rule.
       softcap: bounds the scores to (-softcap, softcap) before the bias and the mask; None: no bound.
       pattern_fn: reads or replaces the pattern [B N T S]; only einsum has one.
-      implementation: key of `IMPLEMENTATIONS`, or "auto".
+      implementation: key of `IMPLEMENTATIONS`, or "auto" (see `choose`). Forward-mode and second derivatives need
+        einsum.
 
     Raises:
       ValueError: shapes that do not fit together.
@@ -65,7 +77,8 @@ def attention(
       Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; Ainslie et al. 2023, "GQA", section 2.2.
     """
     _check_shapes(q, k, v, mask, bias)
-    return resolve(implementation)(q, k, v, mask, bias, scale=scale, softcap=softcap, pattern_fn=pattern_fn)
+    name = choose(implementation, q.shape[1] * k.shape[1], pattern_fn is not None)
+    return IMPLEMENTATIONS[name](q, k, v, mask, bias, scale=scale, softcap=softcap, pattern_fn=pattern_fn)
 
 
 def _check_shapes(q: Array, k: Array, v: Array, mask: Mask, bias: Array | None) -> None:
