@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 import shlex
 import sys
@@ -14,7 +15,6 @@ from types import TracebackType
 from typing import Self
 
 import jax
-import matplotlib.pyplot as plt
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -44,7 +44,8 @@ class Recorder:
         folder.mkdir(parents=True, exist_ok=True)
         if first_step and self._path.exists():
             lines = [json.loads(line) for line in self._path.read_text().splitlines() if line.endswith("}")]
-            self.records = [record for record in lines if record["step"] <= first_step]
+            # The last validation is made again when a finished run is resumed for its report.
+            self.records = [r for r in lines if r["step"] <= first_step and ("loss" in r or r["step"] < num_steps)]
         self._path.write_text("".join(json.dumps(record) + "\n" for record in self.records))
 
     def step(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
@@ -58,6 +59,12 @@ class Recorder:
         step, metrics = self._pending
         self._pending = None
         record = {"step": step, **{name: float(value) for name, value in metrics.items()}}
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(record[name]):
+                raise ValueError(
+                    f"the {name} of step {step} is {record[name]}: training has diverged. The newest checkpoint is "
+                    "from before; start again with a lower learning_rate or a longer warm-up"
+                )
         now = time.perf_counter()
         # The first step compiles.
         if step > self._first_step + 1:
@@ -101,6 +108,8 @@ class Recorder:
 
 def draw_loss(path: Path, records: list[dict[str, float]], baseline: float) -> None:
     """Draws the training loss over the steps, and the validation loss beside the 5-gram's."""
+    import matplotlib.pyplot as plt
+
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
     validation = [(r["step"], r["validation_nats_per_byte"]) for r in records if "validation_nats_per_byte" in r]
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
@@ -122,12 +131,14 @@ def write_report(
     """Writes loss.png and summary.md."""
     draw_loss(folder / "loss.png", recorder.records, baseline)
     loss = recorder.records[-1]["validation_nats_per_byte"]
+    # A finished run that is resumed for its report trains nothing.
+    speed = f"{recorder.tokens_per_second:,.0f} tokens/s" if recorder.tokens else "tokens/s not measured"
     rows = {
         "validation loss": f"**{loss:.4f} nats per byte**",
         "byte-level 5-gram (Kneser-Ney), same split": f"{baseline:.4f} nats per byte",
         "difference": f"{loss - baseline:+.4f} nats per byte",
         **facts,
-        "speed": f"{recorder.tokens_per_second:,.0f} tokens/s on {jax.device_count()} {jax.devices()[0].device_kind}",
+        "speed": f"{speed} on {jax.device_count()} {jax.devices()[0].device_kind}",
         "versions": ", ".join(
             [f"Python {platform.python_version()}", *(f"{p} {importlib.metadata.version(p)}" for p in PACKAGES)]
         ),

@@ -10,7 +10,9 @@ goes on.
 """
 
 import dataclasses
+import importlib.util
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -58,12 +60,13 @@ class Settings:
     out: Path = Path("runs/train_lm")
     """Folder of the run; made when it does not exist."""
     data: tuple[str, ...] = ("stdlib-prose",)
-    """Text files or folders, or stdlib-prose (Python's reference and docstrings), or stdlib-code (its source)."""
+    """Text files or folders, or stdlib-prose (Python's reference and docstrings), or stdlib-code (its source). A file
+    is one document; a long one is cut at blank lines into documents of at most 16 KiB."""
     tokenizer: Literal["bpe", "bytes"] = "bpe"
     """bpe learns model.vocab-size tokens from the training text; bytes takes the 256 bytes as they are."""
     model: jf.Config = MODEL
     """The model; model.max-len is also the length of a training row, in tokens."""
-    num_steps: int = 1000
+    num_steps: int = 900
     """Optimizer steps."""
     batch_size: int = 16
     """Rows in a step."""
@@ -75,9 +78,9 @@ class Settings:
     """AdamW's decay of matmul kernels."""
     validation_fraction: float = 0.05
     """Share of the text, by document, that is held out."""
-    eval_every: int = 250
+    eval_every: int = 225
     """Steps between validations."""
-    checkpoint_every: int = 250
+    checkpoint_every: int = 225
     """Steps between checkpoints; one more follows at the end or at Ctrl-C."""
     prompts: tuple[str, ...] = ("The ", "Return the ", "If the argument is")
     """Beginnings of the samples."""
@@ -96,6 +99,10 @@ class Settings:
         for name in ("num_steps", "batch_size", "eval_every", "checkpoint_every", "sample_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate={self.learning_rate} must be a positive finite number")
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"{self.out} is a file; give --out a folder for the run")
 
     def fixed(self) -> dict[str, Any]:
         """Returns, as JSON values, what must stay the same when a run is resumed."""
@@ -121,6 +128,7 @@ class Run:
         self.train_windows, self.validation_windows = map(self._windows, (self.train_text, self.validation_text))
         self.batches = train_batches(self.train_windows, settings.batch_size, settings.seed)
         self.validation_bytes = num_bytes(self.validation_text)
+        self.fingerprint = fingerprint(self.train_text + self.validation_text)
         self.train_step = jf.make_train_step(self.model, self.optimizer, seed=settings.seed)
         self.eval_step = jf.make_eval_step(self.model)
         # Before training, so that a prompt without room does not fail after it.
@@ -185,7 +193,7 @@ class Run:
             "tokenizer": self.tokenizer.to_json(),
             "data": self.batches.get_state(),
             "settings": self.settings.fixed(),
-            "fingerprint": fingerprint(self.train_text + self.validation_text),
+            "fingerprint": self.fingerprint,
         }
         self.checkpointer.save(state, meta)
 
@@ -237,7 +245,7 @@ def read_meta(settings: Settings, checkpointer: Checkpointer) -> dict[str, Any] 
                 "add --resume to go on with it, or choose another --out"
             )
         return None
-    meta = checkpointer.read_meta()
+    meta = checkpointer.read_meta("settings", "data", "tokenizer", "fingerprint")
     began, now = flatten(meta["settings"]), flatten(settings.fixed())
     for name in sorted(began.keys() | now.keys()):
         if began.get(name) != now.get(name):
@@ -282,19 +290,26 @@ def num_bytes(documents: list[str]) -> int:
 
 def main(settings: Settings) -> int:
     """Runs the job; returns the exit status."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the loss curve needs matplotlib; pip install 'jaxformer[plot]'")
     with Checkpointer(settings.out / "checkpoints") as checkpointer:
         run = Run(settings, checkpointer)
         console.print(f"{jf.trees.num_parameters(run.state.params):,} parameters, {settings.num_steps:,} steps")
-        if not run.train():
-            command = [arg for arg in sys.argv if arg != "--resume"]
-            console.print(
-                f"\nStopped at step {int(run.state.step)} of {settings.num_steps}, which is saved. Go on with:\n"
-                f"  python {shlex.join(command)} --resume",
-                markup=False,
-            )
-            return 130
-        run.report()
-    return 0
+        try:
+            if run.train():
+                run.report()
+                return 0
+        except KeyboardInterrupt:
+            # A second Ctrl-C, or one during the report.
+            if checkpointer.latest_step is None:
+                raise
+        command = [arg for arg in sys.argv if arg != "--resume"]
+        console.print(
+            f"\nStopped; step {checkpointer.latest_step} of {settings.num_steps} is saved. Go on with:\n"
+            f"  python {shlex.join(command)} --resume",
+            markup=False,
+        )
+        return 130
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxformer.attention import attention, cached_attention
+from jaxformer.attention import attention, cached_attention, check_cached
 from jaxformer.cache import KV, Cache, LayerView, append_positions, store
 from jaxformer.config import Config
 from jaxformer.layers import MLP, Projection, make_norm
@@ -65,6 +65,7 @@ class Attention(nn.Module):
         config = self.config
         q = tap(self, "q", self._rotate(self.q_proj(x), mask.q_positions if positions is None else positions))
         if isinstance(kv, LayerView):
+            check_cached(config.attention)
             if self.has_variable("edits", "pattern"):
                 raise ValueError("attention over a cache has no pattern to edit; run the whole text without a cache")
             z = cached_attention(q, kv, mask, bias, scale=config.scale)

@@ -86,16 +86,22 @@ class Checkpointer:
                 "resume from it or use another folder"
             )
 
-    def read_meta(self) -> dict[str, Any]:
-        """Returns the JSON values of the newest checkpoint.
+    def read_meta(self, *names: str) -> dict[str, Any]:
+        """Returns the JSON values of the newest checkpoint, which must hold these names.
 
         Raises:
           FileNotFoundError: no complete checkpoint.
-          ValueError: a damaged one.
+          ValueError: a damaged one, or one that lacks a name.
         """
         meta = self._restore(meta=ocp.args.JsonRestore()).meta
         if not isinstance(meta, dict):
             raise ValueError(f"{self.folder / str(self.latest_step)} is damaged: its meta is no JSON object")
+        missing = sorted(set(names) - meta.keys())
+        if missing:
+            raise ValueError(
+                f"{self.folder / str(self.latest_step)} lacks {missing} in its meta; it is damaged, or another "
+                "program wrote it: use the folder of a run of experiments/train_lm.py"
+            )
         return meta
 
     def restore(self, target: TrainState) -> TrainState:

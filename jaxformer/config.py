@@ -93,7 +93,7 @@ class Config:
     param_dtype: DType = "float32"
     """Type in which parameters are stored."""
     attention: str = "auto"
-    """Key of `attention.IMPLEMENTATIONS`, or auto."""
+    """Key of `attention.IMPLEMENTATIONS`, or auto; auto on long rows has no forward-mode derivative, einsum has."""
     scan_layers: bool = False
     """Run the layers with one `nn.scan` over stacked parameters: program size constant in depth."""
 

@@ -163,7 +163,7 @@ def _start(
         if not isinstance(token, int) or not 0 <= token < model.config.vocab_size:
             raise ValueError(f"{name}={token} is outside of the vocabulary of {model.config.vocab_size}")
     if key is None and not isinstance(sampler, sampling.Greedy):
-        raise ValueError(f"{sampler} draws at random; pass key=jax.random.key(seed), or sampler=sampling.greedy")
+        raise ValueError(f"{sampler} needs a key; pass key=jax.random.key(seed), or sampler=sampling.greedy")
     if key is not None and not (jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key) and key.ndim == 0):
         raise ValueError(
             f"key is {jnp.result_type(key)}{list(jnp.shape(key))}; pass one typed key, jax.random.key(seed)"
@@ -195,8 +195,8 @@ def _check_positions(model: Decoder, positions: Any, shape: tuple[int, ...], max
 
 
 def _check_room(model: Decoder, prompt: int, max_new_tokens: int, cache_kind: str) -> None:
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} asks for nothing; it must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} must be an integer of at least 1")
     if cache_kind not in KINDS:
         raise KeyError(f"cache kind {cache_kind!r} is unknown; choose one of {list(KINDS)}")
     total, most = prompt + max_new_tokens, model.config.max_len

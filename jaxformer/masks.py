@@ -29,8 +29,8 @@ class Mask:
       causal: keys after the query are hidden.
       window: keys further than this are hidden; the token itself counts, so 1 sees only itself. Without `causal` the
         window reaches to both sides.
-      ordered: the caller promises that positions rise along the row wherever they are not -1, so that kernels may skip
-        blocks.
+      ordered: the caller promises that positions rise along the row wherever they are not -1; for kernels that skip
+        blocks by their place. The implementations so far need no such promise.
 
     Raises:
       ValueError: shapes that do not fit, segments on one side only, or a window below 1.

@@ -28,6 +28,8 @@ def check_ids(ids: Any, vocab_size: int) -> None:
     Raises:
       ValueError: not integers, not [B T], no tokens, or an id outside of [0, vocab_size).
     """
+    if not hasattr(ids, "dtype"):
+        raise ValueError(f"ids are a {type(ids).__name__}; pass an integer array [batch, tokens]")
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"ids have type {ids.dtype}; token ids must be integers")
     if ids.ndim != 2 or 0 in ids.shape:

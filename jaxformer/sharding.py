@@ -126,8 +126,15 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
 
 
 def constrain(x: Array, dims: str) -> Array:
-    """Tells the compiler how an activation lies on the mesh of `jax.set_mesh`; without a mesh, returns x as it is."""
+    """Tells the compiler how an activation lies on the mesh of `jax.set_mesh`; without a mesh, returns x as it is.
+
+    Where an axis does not divide the size (one prompt on two devices), that dimension is left whole.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not set(MESH_AXES) <= set(mesh.axis_names):
         return x
-    return jax.lax.with_sharding_constraint(x, spec(dims))
+    parts = []
+    for size, axes in zip(x.shape, spec(dims), strict=True):
+        names = axes if isinstance(axes, tuple) else (axes,) if axes else ()
+        parts.append(axes if size % math.prod(mesh.shape[name] for name in names) == 0 else None)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*parts))

@@ -127,3 +127,18 @@ def test_the_cost_follows_the_text_and_not_the_capacity():
     assert len(products) == 2
     assert "while" in text
     assert not any(str(capacity) in line for line in products)
+
+
+def test_a_bias_of_positions_is_the_same_as_its_array(rng):
+    at, slots = jnp.asarray([[3]]), jnp.asarray([[0, 1, 2, 3, -1, -1]])
+    mask = jf.Mask(at, slots, causal=True)
+    q = jnp.asarray(rng.normal(size=(1, 1, 2, 4)), jnp.float32)
+    kv = KV(*(jnp.asarray(rng.normal(size=(1, 1, 2, 6, 4)), jnp.float32) for _ in range(2)))
+    view = LayerView(kv, 0, jnp.asarray(4))
+
+    def bias(q, kv):
+        return -jnp.asarray([0.5, 0.25])[:, None, None] * (q[:, None, :, None] - kv[:, None, None])
+
+    ours, theirs = (cached_attention(q, view, mask, b, scale=0.5) for b in (bias, bias(at, slots)))
+    np.testing.assert_array_equal(ours, theirs)
+    assert np.abs(ours - cached_attention(q, view, mask, scale=0.5)).max() > 0.01

@@ -117,7 +117,7 @@ def test_a_folder_that_is_no_run_is_one_line(tmp_path, command):
     [
         (["x" * 23], "the prompt is 24 tokens long, and the model's context is 24; shorten it"),
         (["x", "--max-new-tokens", "23"], "a prompt of 2 and 23 new tokens are 25, over the context of max_len=24"),
-        (["x", "--max-new-tokens", "0"], "max_new_tokens=0 asks for nothing"),
+        (["x", "--max-new-tokens", "0"], "max_new_tokens=0 must be an integer of at least 1"),
         (["x", "--temperature", "-1"], "temperature -1.0 must be 0 (greedy) or a positive finite number"),
         (["x", "--top-p", "1.5"], "top_p=1.5 is not a probability"),
         (["a\udcff"], "lone surrogate"),  # what Python makes of an argument that is not UTF-8

@@ -41,7 +41,7 @@ REFUSED = {
         ValueError,
         "prompt of 3 and 6 new tokens are 9, .*max_len=8",
     ),
-    "no new tokens": ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0 asks for nothing; it must be at least 1"),
+    "no new tokens": ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0 must be an integer of at least 1"),
     "no prompt": (
         {"ids": jnp.zeros((1, 0), int)},
         ValueError,
@@ -65,11 +65,11 @@ REFUSED = {
     "an end that is no token": ({"eos_id": 29}, ValueError, "eos_id=29 is outside of the vocabulary of 29"),
     "one end of several": ({"eos_id": [2, -1]}, ValueError, "eos_id=-1 is outside of the vocabulary of 29"),
     "padding that is no token": ({"pad_id": 30}, ValueError, "pad_id=30 is outside of the vocabulary of 29"),
-    "no key": ({"sampler": temperature(1.0)}, ValueError, r"draws at random; pass key=jax\.random\.key\(seed\)"),
+    "no key": ({"sampler": temperature(1.0)}, ValueError, r"needs a key; pass key=jax\.random\.key\(seed\)"),
     "no key for a function": (
         {"sampler": lambda x: x},
         ValueError,
-        r"draws at random; pass key=jax\.random\.key\(seed\)",
+        r"needs a key; pass key=jax\.random\.key\(seed\)",
     ),
     "a key of the old kind": (
         {"key": jax.random.PRNGKey(0)},

@@ -155,3 +155,11 @@ def test_a_chunk_that_fits_in_part_is_nan_as_a_whole():
     _, cache = step(model, params, IDS[:, :4], TEXT[None, :4], jf.init_cache(model.config, 2, 7))
     logits, _ = step(model, params, IDS[:, 4:], TEXT[None, 4:], cache)
     assert np.isnan(logits).all()
+
+
+def test_an_implementation_without_a_cached_form_is_refused_over_a_cache(monkeypatch):
+    monkeypatch.setitem(jf.attention.IMPLEMENTATIONS, "mine", lambda q, *_, **__: jnp.zeros_like(q))
+    for name, error in (("mine", ValueError), ("unheard of", KeyError)):
+        model = jf.build(draw.tiny(attention=name))
+        with pytest.raises(error, match=f"attention implementation '{name}'"):
+            jf.generate(model, draw.model()[1], draw.ids(1, 3), max_new_tokens=2)

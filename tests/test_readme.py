@@ -29,6 +29,12 @@ def test_the_training_command_parses_as_written():
     assert parse(train_lm.Settings, args=shlex.split(command)[2:]) == train_lm.Settings()
 
 
+@pytest.mark.parametrize("name", ["summary", "generate"])
+def test_the_output_of_each_command_is_shown(name):
+    shown = re.search(rf"<!-- {name}: begin -->\n(.*?)<!-- {name}: end -->", README, re.DOTALL)[1]
+    assert len(shown) > 100
+
+
 def test_the_test_command_is_pytest_over_all_tests():
     section = README.split("## Test\n")[1]
     assert re.search(r"```sh\n(.*)\n```", section)[1] == "pytest"

@@ -166,3 +166,10 @@ def test_letters_make_a_partition():
     assert sharding.spec("BTD") == P(("data", "fsdp"), None, None)  # the batch has fsdp already
     with pytest.raises(KeyError, match="X"):
         sharding.spec("BX")
+
+
+def test_a_batch_that_the_mesh_does_not_divide_is_left_whole():
+    model, params = draw.model()
+    expected = model.apply({"params": params}, draw.ids(1, 3))
+    with jax.set_mesh(sharding.make_mesh({"data": 8})):
+        draw.close(model.apply({"params": params}, draw.ids(1, 3)), expected, FLOAT32)

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -121,7 +122,7 @@ def test_a_run_stopped_at_any_step_saves_and_resumes_bitwise(
     with monkeypatch.context() as patch:
         patch.setattr(train_lm.Recorder, "step", stop)
         assert train_lm.main(settings(text, tmp_path)) == 130
-    assert f"Stopped at step {stop_at} of {STEPS}" in capsys.readouterr().out
+    assert f"Stopped; step {stop_at} of {STEPS} is saved" in capsys.readouterr().out
     assert Checkpointer(tmp_path / "checkpoints").latest_step == stop_at
     assert train_lm.main(settings(text, tmp_path, "--resume")) == 0
     assert_same_run(tmp_path, whole)
@@ -209,6 +210,53 @@ def test_a_prompt_without_room_is_refused_before_training(text, tmp_path):
 def test_a_run_without_prompts_has_no_samples(text, whole):
     run = train_lm.Run(settings(text, whole, "--resume", "--prompts"), Checkpointer(whole / "checkpoints"))
     assert run._samples() == []
+
+
+def test_a_finished_run_resumed_for_its_report_changes_no_record(text, tmp_path):
+    assert train_lm.main(settings(text, tmp_path)) == 0
+    before = (tmp_path / "metrics.jsonl").read_text()
+    assert train_lm.main(settings(text, tmp_path, "--resume")) == 0
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    assert "tokens/s not measured" in (tmp_path / "summary.md").read_text()
+
+
+def test_a_diverged_run_stops_with_its_step_and_keeps_its_checkpoint(text, tmp_path, monkeypatch):
+    record = train_lm.Recorder.step
+
+    def spoil(self, step, metrics):
+        record(self, step, metrics | {"loss": jax.numpy.nan} if step == 6 else metrics)
+
+    monkeypatch.setattr(train_lm.Recorder, "step", spoil)
+    with pytest.raises(ValueError, match=r"loss of step 6 is nan: training has diverged.*lower learning_rate"):
+        train_lm.main(settings(text, tmp_path))
+    assert Checkpointer(tmp_path / "checkpoints").latest_step == 4
+
+
+def test_an_interrupted_report_says_how_to_go_on(text, tmp_path, capsys, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_lm, "kneser_ney_nats_per_byte", interrupt)
+        assert train_lm.main(settings(text, tmp_path)) == 130
+    assert f"Stopped; step {STEPS} of {STEPS} is saved. Go on with:" in capsys.readouterr().out
+    assert train_lm.main(settings(text, tmp_path, "--resume")) == 0
+
+
+@pytest.mark.parametrize("rate", ["nan", "0", "-1", "inf"])
+def test_a_learning_rate_that_cannot_train_is_refused(text, tmp_path, rate):
+    with pytest.raises(SystemExit):
+        settings(text, tmp_path, "--learning-rate", rate)
+
+
+def test_the_readmes_command_continues_a_text_from_the_run(whole):
+    readme = (SCRIPT.parent.parent / "README.md").read_text()
+    (command,) = [line for line in readme.splitlines() if line.startswith("jaxformer generate ")]
+    name, *arguments = shlex.split(command.replace("runs/train_lm", str(whole)))
+    program = Path(sys.executable).parent / name
+    made = subprocess.run([program, *arguments, "--max-new-tokens", "5"], capture_output=True, text=True, check=True)
+    assert made.stdout.startswith("The function returns")
+    assert len(made.stdout) > len("The function returns\n")
 
 
 def test_resuming_needs_a_checkpoint(text, tmp_path):

@@ -5,8 +5,11 @@ refuses it and names one that can. `cached_attention` reads the layers of a cach
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from jaxformer.attention.cached import cached_attention
@@ -14,7 +17,7 @@ from jaxformer.attention.chunked import chunked_attention
 from jaxformer.attention.einsum import einsum_attention, masked_softmax
 from jaxformer.masks import Mask
 
-__all__ = ["IMPLEMENTATIONS", "attention", "cached_attention", "choose", "masked_softmax"]
+__all__ = ["IMPLEMENTATIONS", "attention", "cached_attention", "check_cached", "choose", "masked_softmax"]
 
 IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"einsum": einsum_attention, "chunked": chunked_attention}
 """Name -> implementation. Each takes (q, k, v, mask, bias, *, scale, softcap, pattern_fn)."""
@@ -43,12 +46,26 @@ def choose(implementation: str, scores: int, needs_pattern: bool) -> str:
     return implementation
 
 
+def check_cached(implementation: str) -> None:
+    """Refuses an implementation that `cached_attention` cannot stand in for; it computes what einsum and chunked do.
+
+    Raises:
+      KeyError: an unknown name.
+      ValueError: an implementation of the user's, which may compute something else.
+    """
+    if choose(implementation, 0, False) not in ("einsum", "chunked"):
+        raise ValueError(
+            f"attention implementation {implementation!r} has no form that reads a cache; "
+            "run the whole text without a cache, or decode with attention='auto'"
+        )
+
+
 def attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     mask: Mask,
-    bias: Float[Array, "#B N T S"] | None = None,
+    bias: Float[Array | np.ndarray, "#B N T S"] | Callable[..., Array] | None = None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -62,7 +79,8 @@ def attention(
 
     Args:
       mask: who may attend to whom; its batch axis may be 1.
-      bias: float32, added to the scores after scaling and capping.
+      bias: float32, added to the scores after scaling and capping; or a function (pytree) of q_positions [b t] and
+        kv_positions [b s] that makes it, [b N t s]: chunked calls it block by block and never holds the whole.
       scale: factor on q . k; H ** -0.5 as a rule.
       softcap: bounds the scores to (-softcap, softcap) before the bias and the mask; None: no bound.
       pattern_fn: reads or replaces the pattern [B N T S]; only einsum has one.
@@ -77,16 +95,18 @@ def attention(
       Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; Ainslie et al. 2023, "GQA", section 2.2.
     """
     _check_shapes(q, k, v, mask, bias)
+    if bias is not None and not callable(bias):
+        bias = jnp.asarray(bias)
     name = choose(implementation, q.shape[1] * k.shape[1], pattern_fn is not None)
     return IMPLEMENTATIONS[name](q, k, v, mask, bias, scale=scale, softcap=softcap, pattern_fn=pattern_fn)
 
 
-def _check_shapes(q: Array, k: Array, v: Array, mask: Mask, bias: Array | None) -> None:
+def _check_shapes(q: Array, k: Array, v: Array, mask: Mask, bias: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {x.shape}; it must be [batch, tokens, heads, width]")
     (B, T, N, H), (Bk, S, K, Hk) = q.shape, k.shape
-    if (Bk, Hk) != (B, H) or v.shape[:3] != k.shape[:3]:
+    if (Bk, Hk) != (B, H) or v.shape != k.shape:
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, keys, kv heads and width")
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} key/value heads; each must serve the same number")
@@ -96,5 +116,5 @@ def _check_shapes(q: Array, k: Array, v: Array, mask: Mask, bias: Array | None) 
             f"the mask is of positions {mask.q_positions.shape} x {mask.kv_positions.shape}, but q is [{B} {T}] "
             f"and k is [{B} {S}]"
         )
-    if bias is not None and bias.shape not in ((1, N, T, S), (B, N, T, S)):
+    if bias is not None and not callable(bias) and bias.shape not in ((1, N, T, S), (B, N, T, S)):
         raise ValueError(f"bias has shape {bias.shape}; it must be [1 or batch, query heads, T, S] = {(B, N, T, S)}")

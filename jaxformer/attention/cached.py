@@ -4,6 +4,8 @@ A token's cost grows with the text so far and not with the capacity of the cache
 read where they lie: no layer is copied out.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -22,7 +24,7 @@ def cached_attention(
     q: Float[Array, "B T N H"],
     view: LayerView,
     mask: Mask,
-    bias: Float[Array, "#B N T S"] | None = None,
+    bias: Float[Array, "#B N T S"] | Callable[..., Array] | None = None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -48,12 +50,16 @@ def cached_attention(
         )
         scores = jnp.einsum("BKGTH,BKCH->BKGTC", query, k, preferred_element_type=jnp.float32) * scale
         scores = softcapped(scores, softcap)
+        slots = _slots(mask, start, C)
         if bias is not None:
-            block = jax.lax.dynamic_slice_in_dim(bias, start, C, axis=3)
+            if callable(bias):
+                block = bias(mask.q_positions, slots.kv_positions)
+            else:
+                block = jax.lax.dynamic_slice_in_dim(bias, start, C, axis=3)
             scores = scores + rearrange(block, "B (K G) T C -> B K G T C", K=K)
         # The last block is moved back to end at S; its slots that an earlier block held must not count twice.
         fresh = start + jnp.arange(C) >= i * C
-        seen = (_slots(mask, start, C).dense() & fresh)[:, :, None]
+        seen = (slots.dense() & fresh)[:, :, None]
         return update(online, jnp.where(seen, scores, -jnp.inf), v)
 
     blocks = (view.length + C - 1) // C

@@ -88,7 +88,7 @@ def chunked_attention(
     T, (S, K) = q.shape[1], k.shape[1:3]
     t, s = min(QUERIES, T), min(KEYS, S)
     static, grid = Static(scale, softcap, mask.is_causal, mask.window), make_grid(mask, t, s)
-    if isinstance(bias, jax.Array):
+    if bias is not None and not callable(bias):
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, -T % t), (0, -S % s)))
     blocks = rearrange(_padded(q, t), "B (I t) (K G) H -> I B K G t H", t=t, K=K)
     keys, values = (rearrange(_padded(x, s), "B (J s) K H -> J B K s H", s=s) for x in (k, v))
@@ -135,7 +135,7 @@ def _masked(static: Static, capped: Array, bias: Any, grid: Grid, i: Array, j: A
 
 
 def _bias_block(bias: Any, grid: Grid, i: Array, j: Array) -> Float[Array, "b N t s"]:
-    if not isinstance(bias, jax.Array):
+    if callable(bias):
         return bias(grid.q_positions[i], grid.kv_positions[j])
     t, s = grid.q_positions.shape[2], grid.kv_positions.shape[2]
     return jax.lax.dynamic_slice(bias, (0, 0, i * t, j * s), (*bias.shape[:2], t, s))
@@ -196,7 +196,7 @@ def _add_bias_gradient(total: Any, bias: Any, da: Float[Array, "B K G t s"], gri
     if bias is None:
         return None
     da = rearrange(da, "B K G t s -> B (K G) t s")
-    if not isinstance(bias, jax.Array):
+    if callable(bias):
         block, pull = jax.vjp(lambda bias: _bias_block(bias, grid, i, j), bias)
         (gradient,) = pull(da if block.shape[0] == da.shape[0] else da.sum(axis=0, keepdims=True))
         return jax.tree.map(jnp.add, total, gradient)

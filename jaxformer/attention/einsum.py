@@ -32,7 +32,7 @@ def einsum_attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     mask: Mask,
-    bias: Float[Array, "#B N T S"] | None = None,
+    bias: Float[Array, "#B N T S"] | Callable[..., Array] | None = None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -43,6 +43,8 @@ def einsum_attention(
     q = rearrange(q, "B T (K G) H -> B T K G H", K=K)
     scores = jnp.einsum("BTKGH,BSKH->BKGTS", q, k, preferred_element_type=jnp.float32) * scale
     scores = rearrange(softcapped(scores, softcap), "B K G T S -> B (K G) T S")
+    if callable(bias):
+        bias = bias(mask.q_positions, mask.kv_positions)
     if bias is not None:
         scores = scores + bias
     pattern = masked_softmax(scores, mask.dense())
