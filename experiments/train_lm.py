@@ -66,7 +66,7 @@ class Settings:
     """bpe learns model.vocab-size tokens from the training text; bytes takes the 256 bytes as they are."""
     model: jf.Config = MODEL
     """The model; model.max-len is also the length of a training row, in tokens."""
-    num_steps: int = 900
+    num_steps: int = 1000
     """Optimizer steps."""
     batch_size: int = 16
     """Rows in a step."""
@@ -78,9 +78,9 @@ class Settings:
     """AdamW's decay of matmul kernels."""
     validation_fraction: float = 0.05
     """Share of the text, by document, that is held out."""
-    eval_every: int = 225
+    eval_every: int = 250
     """Steps between validations."""
-    checkpoint_every: int = 225
+    checkpoint_every: int = 250
     """Steps between checkpoints; one more follows at the end or at Ctrl-C."""
     prompts: tuple[str, ...] = ("The ", "Return the ", "If the argument is")
     """Beginnings of the samples."""
