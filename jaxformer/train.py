@@ -59,8 +59,8 @@ def next_token(model: nn.Module, params: Any, batch: Batch, dropout_key: Array |
 
 
 def _compiler_options() -> dict[str, str]:
-    # jaxlib 0.10's CPU backend fuses products with norms and activations into slow loops: without those fusions a
-    # forward pass took a sixth of the time, a training step half to all of it.
+    # jaxlib 0.10's CPU backend fuses products with norms and activations into slow loops. Without those fusions a
+    # forward pass alone took as little as a sixth of the time; a training step gained less, at some shapes nothing.
     return {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.default_backend() == "cpu" else {}
 
 
