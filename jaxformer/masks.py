@@ -1,10 +1,12 @@
 """Who may attend to whom, said by positions and not by array indices.
 
-    allowed[b, t, s] = kv >= 0  and  (causal: kv <= q)  and  (window w: q - kv < w)  and  same segment
+    allowed[b, t, s] = low <= kv <= high  and  same segment         kv = kv_positions[b, s] >= 0
 
-where q = q_positions[b, t] and kv = kv_positions[b, s]. Position -1 means: no token here. Left padding, right padding,
-packing, the empty slots of a cache and decoding one token at a time are therefore all the same case. Implementations of
-attention take the parts, or the boolean `dense()` array; masks are never 0/-inf floats outside of a kernel.
+where [low, high] is the interval of positions that query t may see (`Mask.interval`): it ends at the query's own
+position if the mask is causal, or at the end of the prefix, and begins where the window begins. Position -1 means: no
+token here. Left padding, right padding, packing, the empty slots of a cache and decoding one token at a time are
+therefore all the same case. Implementations of attention take the intervals, or the boolean `dense()` array; masks are
+never 0/-inf floats outside of a kernel.
 """
 
 from typing import Any
@@ -13,13 +15,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+FAR = 2**30
+"""Beyond every position, and small enough that a position and a window add up to an int32."""
+
 
 @jax.tree_util.register_pytree_node_class
 class Mask:
     """The attention mask of q_positions [B T] against kv_positions [B S]; a pytree.
 
-    B may be 1 where every row is alike. `causal`, `window` and `ordered` are static: changing one recompiles. The flag
-    that was given as `causal` reads as `is_causal`, because `Mask.causal(T)` makes the usual mask.
+    B may be 1 where every row is alike. `causal`, `ordered` and a window that is an int are static: changing one
+    recompiles. The flag that was given as `causal` reads as `is_causal`, because `Mask.causal(T)` makes the usual mask.
 
     Args:
       q_positions: position of each query token; -1 is padding.
@@ -28,12 +33,14 @@ class Mask:
       kv_segments: document number of each key; given together with q_segments.
       causal: keys after the query are hidden.
       window: keys further than this are hidden; the token itself counts, so 1 sees only itself. Without `causal` the
-        window reaches to both sides.
-      ordered: the caller promises that positions rise along the row wherever they are not -1; for kernels that skip
-        blocks by their place. The implementations so far need no such promise.
+        window reaches to both sides. An int, or an int32 scalar that may be traced (layers of one scan).
+      ordered: the caller promises that positions count up one by one within each document, in q and kv alike, so that
+        differences of indices are differences of positions; for kernels that know only indices.
+      prefix: number of first positions that every query of the row (or each query, [B T]) sees although they come
+        after it: the two-sided part of a prefix language model (Raffel et al. 2020, section 3.2.1). Needs `causal`.
 
     Raises:
-      ValueError: shapes that do not fit, segments on one side only, or a window below 1.
+      ValueError: shapes that do not fit, segments on one side only, a window below 1, or a prefix without `causal`.
     """
 
     def __init__(
@@ -43,11 +50,15 @@ class Mask:
         q_segments: Int[Array, "#B T"] | None = None,
         kv_segments: Int[Array, "#B S"] | None = None,
         causal: bool = False,
-        window: int | None = None,
+        window: int | Int[Array, ""] | None = None,
         ordered: bool = False,
+        *,
+        prefix: Int[Array, "#B #T"] | None = None,
     ):
         if (q_segments is None) != (kv_segments is None):
             raise ValueError("q_segments and kv_segments belong together; give both or neither")
+        if prefix is not None and not causal:
+            raise ValueError("a prefix lifts the causal order from the first positions; give causal=True with it")
         for name, segments, positions in (
             ("q", q_segments, q_positions),
             ("kv", kv_segments, kv_positions),
@@ -56,14 +67,17 @@ class Mask:
                 raise ValueError(f"{name}_positions has shape {positions.shape}; it must be [batch, tokens]")
             if segments is not None and segments.shape[-1] != positions.shape[-1]:
                 raise ValueError(f"{name}_segments {segments.shape} do not match {name}_positions {positions.shape}")
-        leaves = (q_positions, kv_positions, q_segments, kv_segments)
+        if prefix is not None and (prefix.ndim != 2 or prefix.shape[1] not in (1, q_positions.shape[1])):
+            raise ValueError(f"prefix has shape {prefix.shape}; it must be [batch, 1] or [batch, queries]")
+        leaves = (q_positions, kv_positions, q_segments, kv_segments, prefix)
         rows = {leaf.shape[0] for leaf in leaves if leaf is not None} - {1}
         if len(rows) > 1:
             raise ValueError(f"positions and segments have {sorted(rows)} rows; each must have the batch's, or 1")
-        if window is not None and window < 1:
+        is_static = window is None or isinstance(window, int)
+        if isinstance(window, int) and window < 1:
             raise ValueError(f"window={window} hides every key; it counts the token itself, so it must be at least 1")
-        self._leaves = leaves
-        self._static = (causal, window, ordered)
+        self._leaves = (*leaves, None if is_static else window)
+        self._static = (causal, window if is_static else None, ordered)
 
     @property
     def q_positions(self) -> Array:
@@ -82,12 +96,16 @@ class Mask:
         return self._leaves[3]
 
     @property
+    def prefix(self) -> Array | None:
+        return self._leaves[4]
+
+    @property
     def is_causal(self) -> bool:
         return self._static[0]
 
     @property
-    def window(self) -> int | None:
-        return self._static[1]
+    def window(self) -> int | Array | None:
+        return self._static[1] if self._leaves[5] is None else self._leaves[5]
 
     @property
     def ordered(self) -> bool:
@@ -111,30 +129,67 @@ class Mask:
         positions = jnp.where(index < jnp.asarray(lengths)[:, None], index, -1)
         return cls(positions, positions, ordered=True)
 
+    @classmethod
+    def prefix_lm(cls, prefix: Int[Array, " B"], T: int) -> "Mask":
+        """Returns the mask of T tokens, the first `prefix[b]` of which see each other and all others what is before."""
+        positions = jnp.arange(T)[None]
+        return cls(positions, positions, causal=True, ordered=True, prefix=jnp.asarray(prefix)[:, None])
+
+    def interval(self) -> tuple[Int[Array, "#B T"], Int[Array, "#B T"]]:
+        """Returns the first and the last position that each query may see; nothing where the last is below the first.
+
+        A query of padding sees nothing in a causal mask.
+        """
+        q = self.q_positions
+        low, high = jnp.zeros_like(q), jnp.full_like(q, FAR)
+        if self.is_causal:
+            high = q if self.prefix is None else jnp.where(q < 0, q, jnp.maximum(q, self.prefix - 1))
+        if self.window is not None:
+            reach = jnp.minimum(self.window, FAR) - 1
+            low = jnp.maximum(low, q - reach)
+            high = high if self.is_causal else q + reach
+        low, high = jnp.broadcast_arrays(low, high)
+        return low, high
+
     def dense(self) -> Bool[Array, "B 1 T S"]:
         """Returns the mask as a boolean array; True = may attend."""
-        q, kv = self.q_positions[:, :, None], self.kv_positions[:, None, :]
-        allowed = (kv >= 0) & (q >= kv if self.is_causal else True)
-        if self.window is not None:
-            distance = q - kv
-            allowed &= (distance if self.is_causal else abs(distance)) < self.window
+        kv = self.kv_positions[:, None, :]
+        low, high = (bound[:, :, None] for bound in self.interval())
+        allowed = (low <= kv) & (kv <= high)
         if self.q_segments is not None and self.kv_segments is not None:
             allowed &= self.q_segments[:, :, None] == self.kv_segments[:, None, :]
-        return jnp.broadcast_to(allowed, jnp.broadcast_shapes(allowed.shape, q.shape))[:, None]
+        return allowed[:, None]
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[bool, int | None, bool]]:
+    def narrowed(self, window: int | Int[Array, ""] | None) -> "Mask":
+        """Returns this mask with a window, or with the narrower of its own and this one; None changes nothing."""
+        if window is None:
+            return self
+        if self.window is not None:
+            both = (self.window, window)
+            window = min(both) if all(isinstance(w, int) for w in both) else jnp.minimum(*both)
+        return self._with(window=window)
+
+    def with_keys(self, kv_positions: Int[Array, "#B S"], kv_segments: Int[Array, "#B S"] | None) -> "Mask":
+        """Returns the mask of the same queries against other keys, or against some of them."""
+        return self._with(kv_positions=kv_positions, kv_segments=kv_segments)
+
+    def _with(self, **changes: Any) -> "Mask":
+        fields = ("q_positions", "kv_positions", "q_segments", "kv_segments", "window", "ordered", "prefix")
+        return Mask(**{name: getattr(self, name) for name in fields} | {"causal": self.is_causal} | changes)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return self._leaves, self._static
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[bool, int | None, bool], leaves: tuple[Any, ...]) -> "Mask":
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> "Mask":
         # Not through __init__: transformations rebuild the mask with leaves that are not arrays.
         mask = object.__new__(cls)
         mask._leaves, mask._static = leaves, static
         return mask
 
     def __repr__(self) -> str:
-        causal, window, ordered = self._static
-        return f"Mask(q={self.q_positions}, kv={self.kv_positions}, {causal=}, {window=}, {ordered=})"
+        names = ("q_positions", "kv_positions", "q_segments", "kv_segments", "is_causal", "window", "ordered", "prefix")
+        return f"Mask({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
 
 def positions_from_segments(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:

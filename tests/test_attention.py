@@ -196,7 +196,7 @@ def test_the_pattern_can_be_read_and_replaced(rng):
 def test_an_implementation_of_the_users_is_used(monkeypatch):
     calls = []
 
-    def zeros(q, k, v, mask, bias, *, scale, softcap, pattern_fn):
+    def zeros(q, k, v, mask, bias, *, scale, softcap, pattern_fn, dropout):
         calls.append((scale, softcap))
         return jnp.zeros_like(q)
 

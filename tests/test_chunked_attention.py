@@ -10,6 +10,7 @@ from tolerances import BFLOAT16, FLOAT32, GRADIENT
 
 import jaxformer as jf
 from jaxformer.attention import attention, choose, chunked
+from jaxformer.attention.grid import make_grid
 
 SCALE = 0.4
 
@@ -162,11 +163,11 @@ def test_memory_grows_linearly_with_length_forward_and_backward(monkeypatch):
 def test_no_block_with_an_allowed_pair_is_left_out(kind):
     arrays, static = positions(29, 29, kind)
     mask = jf.Mask(*(jnp.asarray(x) for x in arrays), **static)
-    grid, options = chunked.make_grid(mask, 4, 8), chunked.Static(1.0, None, mask.is_causal, mask.window)
+    grid = make_grid(mask, 4, 8)
     padded = np.zeros((2, 32, 32), bool)
     padded[:, :29, :29] = mask.dense()[:, 0]
     needed = padded.reshape(2, 8, 4, 4, 8).any(axis=(0, 2, 4))
-    active = np.asarray(grid.active(options))
+    active = np.asarray(grid.active())
     assert not (needed & ~active).any()
     if kind in ("causal", "window", "window to both sides"):
         np.testing.assert_array_equal(active, needed)

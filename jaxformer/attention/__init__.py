@@ -12,15 +12,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxformer.attention.bias import PositionBias
 from jaxformer.attention.cached import cached_attention
 from jaxformer.attention.chunked import chunked_attention
+from jaxformer.attention.dropout import Dropout
 from jaxformer.attention.einsum import einsum_attention, masked_softmax
 from jaxformer.masks import Mask
 
-__all__ = ["IMPLEMENTATIONS", "attention", "cached_attention", "check_cached", "choose", "masked_softmax"]
+__all__ = [
+    "IMPLEMENTATIONS",
+    "Dropout",
+    "PositionBias",
+    "attention",
+    "cached_attention",
+    "check_cached",
+    "choose",
+    "masked_softmax",
+]
 
 IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"einsum": einsum_attention, "chunked": chunked_attention}
-"""Name -> implementation. Each takes (q, k, v, mask, bias, *, scale, softcap, pattern_fn)."""
+"""Name -> implementation. Each takes (q, k, v, mask, bias, *, scale, softcap, pattern_fn, dropout)."""
 
 
 _CPU_CHUNKED, _CHUNKED = 256**2, 2048**2
@@ -70,6 +81,7 @@ def attention(
     scale: float,
     softcap: float | None = None,
     pattern_fn: Callable[[Array], Array] | None = None,
+    dropout: Dropout | None = None,
     implementation: str = "auto",
 ) -> Float[Array, "B T N H"]:
     """Returns z = softmax(scale * q k^T + bias) v over the keys that the mask allows.
@@ -84,6 +96,7 @@ def attention(
       scale: factor on q . k; H ** -0.5 as a rule.
       softcap: bounds the scores to (-softcap, softcap) before the bias and the mask; None: no bound.
       pattern_fn: reads or replaces the pattern [B N T S]; only einsum has one.
+      dropout: drops weights of the pattern, by their place in it: every implementation that can drops the same.
       implementation: key of `IMPLEMENTATIONS`, or "auto" (see `choose`). Forward-mode and second derivatives need
         einsum.
 
@@ -98,7 +111,9 @@ def attention(
     if bias is not None and not callable(bias):
         bias = jnp.asarray(bias)
     name = choose(implementation, q.shape[1] * k.shape[1], pattern_fn is not None)
-    return IMPLEMENTATIONS[name](q, k, v, mask, bias, scale=scale, softcap=softcap, pattern_fn=pattern_fn)
+    return IMPLEMENTATIONS[name](
+        q, k, v, mask, bias, scale=scale, softcap=softcap, pattern_fn=pattern_fn, dropout=dropout
+    )
 
 
 def _check_shapes(q: Array, k: Array, v: Array, mask: Mask, bias: Any) -> None:
@@ -110,7 +125,7 @@ def _check_shapes(q: Array, k: Array, v: Array, mask: Mask, bias: Any) -> None:
         raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, keys, kv heads and width")
     if N % K:
         raise ValueError(f"{N} query heads are not a multiple of {K} key/value heads; each must serve the same number")
-    rows = {leaf.shape[0] for leaf in jax.tree.leaves(mask)} - {1, B}
+    rows = {leaf.shape[0] for leaf in jax.tree.leaves(mask) if leaf.ndim} - {1, B}
     if rows or (mask.q_positions.shape[1], mask.kv_positions.shape[1]) != (T, S):
         raise ValueError(
             f"the mask is of positions {mask.q_positions.shape} x {mask.kv_positions.shape}, but q is [{B} {T}] "

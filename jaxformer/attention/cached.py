@@ -73,4 +73,4 @@ def _slots(mask: Mask, start: Array, size: int) -> Mask:
     segments = mask.kv_segments
     if segments is not None:
         segments = jax.lax.dynamic_slice_in_dim(segments, start, size, axis=1)
-    return Mask(mask.q_positions, positions, mask.q_segments, segments, mask.is_causal, mask.window, mask.ordered)
+    return mask.with_keys(positions, segments)

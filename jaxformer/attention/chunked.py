@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from einops import rearrange
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
+from jaxformer.attention.dropout import Dropout, keep_weights
 from jaxformer.attention.einsum import softcapped
+from jaxformer.attention.grid import Grid, make_grid, padded, worklist
 from jaxformer.attention.online import empty, finish, update
 from jaxformer.masks import Mask
 
@@ -29,42 +32,15 @@ class Static(NamedTuple):
 
     scale: float
     softcap: float | None
-    is_causal: bool
-    window: int | None
+    rate: float
 
 
-class Grid(NamedTuple):
-    """Positions and segments cut into I blocks of queries and J blocks of keys: [I b t] and [J b s], b = B or 1."""
+class Terms(NamedTuple):
+    """What comes to the products q . k of a block: the mask as a `Grid`, the bias and the seeds of dropout."""
 
-    q_positions: Array
-    kv_positions: Array
-    q_segments: Array | None
-    kv_segments: Array | None
-
-    def mask(self, static: Static, i: Array, j: Array) -> Mask:
-        """Returns the mask of query block i against key block j."""
-        q_segments = None if self.q_segments is None else self.q_segments[i]
-        kv_segments = None if self.kv_segments is None else self.kv_segments[j]
-        return Mask(self.q_positions[i], self.kv_positions[j], q_segments, kv_segments, static.is_causal, static.window)
-
-    def active(self, static: Static) -> Array:
-        """Returns [I J]: False where no pair of the block can be allowed, judged by the extremes of either side."""
-        far = jnp.iinfo(jnp.int32).max
-        q_low, q_high = (f(self.q_positions, axis=2)[:, None] for f in (jnp.min, jnp.max))
-        valid = self.kv_positions >= 0
-        kv_low = jnp.where(valid, self.kv_positions, far).min(axis=2)[None]
-        kv_high = self.kv_positions.max(axis=2)[None]
-        active = jnp.broadcast_to(kv_high >= 0, jnp.broadcast_shapes(kv_high.shape, q_high.shape))
-        if static.is_causal:
-            active &= kv_low <= q_high
-        if static.window is not None:
-            active &= q_low - kv_high < static.window
-            if not static.is_causal:
-                active &= kv_low - q_high < static.window
-        if self.q_segments is not None and self.kv_segments is not None:
-            active &= self.q_segments.max(axis=2)[:, None] >= self.kv_segments.min(axis=2)[None]
-            active &= self.q_segments.min(axis=2)[:, None] <= self.kv_segments.max(axis=2)[None]
-        return active.any(axis=2)
+    grid: Any
+    bias: Any
+    seeds: Array | None
 
 
 def chunked_attention(
@@ -77,6 +53,7 @@ def chunked_attention(
     scale: float,
     softcap: float | None = None,
     pattern_fn: Callable[[Array], Array] | None = None,
+    dropout: Dropout | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends block by block, with gradients to q, k, v and the bias; see `attention` for the arguments.
 
@@ -85,40 +62,32 @@ def chunked_attention(
     """
     if pattern_fn is not None:
         raise ValueError("'chunked' never holds the attention pattern; read or edit it with implementation='einsum'")
-    T, (S, K) = q.shape[1], k.shape[1:3]
-    t, s = min(QUERIES, T), min(KEYS, S)
-    static, grid = Static(scale, softcap, mask.is_causal, mask.window), make_grid(mask, t, s)
+    sizes = min(QUERIES, q.shape[1]), min(KEYS, k.shape[1])
+    return attend_blocks(q, k, v, mask, bias, sizes, scale=scale, softcap=softcap, dropout=dropout)
+
+
+def attend_blocks(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S K H"],
+    v: Float[Array, "B S K H"],
+    mask: Mask,
+    bias: Any,
+    sizes: tuple[int, int],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    dropout: Dropout | None = None,
+    layout: np.ndarray | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attends over blocks of sizes (t, s); `layout` [T/t S/s] hides whole blocks besides what the mask hides."""
+    T, (S, K), (t, s) = q.shape[1], k.shape[1:3], sizes
     if bias is not None and not callable(bias):
         bias = jnp.pad(bias, ((0, 0), (0, 0), (0, -T % t), (0, -S % s)))
-    blocks = rearrange(_padded(q, t), "B (I t) (K G) H -> I B K G t H", t=t, K=K)
-    keys, values = (rearrange(_padded(x, s), "B (J s) K H -> J B K s H", s=s) for x in (k, v))
-    z = _attend(static, blocks, keys, values, bias, grid)
+    terms = Terms(make_grid(mask, t, s, layout), bias, None if dropout is None else dropout.seeds())
+    blocks = rearrange(padded(q, t), "B (I t) (K G) H -> I B K G t H", t=t, K=K)
+    keys, values = (rearrange(padded(x, s), "B (J s) K H -> J B K s H", s=s) for x in (k, v))
+    z = _attend(Static(scale, softcap, 0.0 if dropout is None else dropout.rate), blocks, keys, values, terms)
     return rearrange(z, "I B K G t H -> B (I t) (K G) H")[:, :T]
-
-
-def make_grid(mask: Mask, t: int, s: int) -> Grid:
-    """Cuts a mask into blocks of t queries and s keys; padding repeats the last query and adds empty keys."""
-    return Grid(
-        _rows(mask.q_positions, t, mode="edge"),
-        _rows(mask.kv_positions, s, constant_values=-1),
-        None if mask.q_segments is None else _rows(mask.q_segments, t, mode="edge"),
-        None if mask.kv_segments is None else _rows(mask.kv_segments, s, mode="edge"),
-    )
-
-
-def _padded(x: Array, size: int, **how: Any) -> Array:
-    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2), **how)
-
-
-def _rows(x: Int[Array, "b T"], size: int, **how: Any) -> Int[Array, "I b t"]:
-    return rearrange(_padded(x, size, **how), "b (I t) -> I b t", t=size)
-
-
-def _span(active: Array) -> tuple[Array, Array]:
-    """Returns the first and one past the last True of each row; an empty row gives an empty span."""
-    size = active.shape[1]
-    last = size - active[:, ::-1].argmax(axis=1)
-    return active.argmax(axis=1), jnp.where(active.any(axis=1), last, 0)
 
 
 def _scores(static: Static, q: Array, k: Array) -> Float[Array, "B K G t s"]:
@@ -126,12 +95,12 @@ def _scores(static: Static, q: Array, k: Array) -> Float[Array, "B K G t s"]:
     return softcapped(scores, static.softcap)
 
 
-def _masked(static: Static, capped: Array, bias: Any, grid: Grid, i: Array, j: Array) -> Float[Array, "B K G t s"]:
+def _masked(capped: Float[Array, "B K G t s"], terms: Terms, i: Array, j: Array) -> Float[Array, "B K G t s"]:
     """Adds the block's bias to its scores and hides what the mask forbids with -inf."""
-    if bias is not None:
-        block = _bias_block(bias, grid, i, j)
+    if terms.bias is not None:
+        block = _bias_block(terms.bias, terms.grid, i, j)
         capped = capped + rearrange(block, "b (K G) t s -> b K G t s", K=capped.shape[1])
-    return jnp.where(grid.mask(static, i, j).dense()[:, :, None], capped, -jnp.inf)
+    return jnp.where(terms.grid.allowed(i, j), capped, -jnp.inf)
 
 
 def _bias_block(bias: Any, grid: Grid, i: Array, j: Array) -> Float[Array, "b N t s"]:
@@ -141,63 +110,78 @@ def _bias_block(bias: Any, grid: Grid, i: Array, j: Array) -> Float[Array, "b N 
     return jax.lax.dynamic_slice(bias, (0, 0, i * t, j * s), (*bias.shape[:2], t, s))
 
 
+def _keep(static: Static, seeds: Array | None, shape: tuple[int, ...], i: Array, j: Array) -> Array | None:
+    """Returns dropout's factors on the pattern of a block of shape [B K G t s]."""
+    if seeds is None:
+        return None
+    B, K, G, t, s = shape
+    keep = keep_weights(static.rate, seeds, B, K * G, i * t + jnp.arange(t), j * s + jnp.arange(s))
+    return keep.reshape(shape)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: Static, q: Array, k: Array, v: Array, bias: Any, grid: Grid) -> Array:
-    return _forward(static, q, k, v, bias, grid)[0]
+def _attend(static: Static, q: Array, k: Array, v: Array, terms: Terms) -> Array:
+    return _forward(static, q, k, v, terms)[0]
 
 
-def _forward(static: Static, q: Array, k: Array, v: Array, bias: Any, grid: Grid) -> tuple[Array, tuple[Any, ...]]:
-    first, end = _span(grid.active(static))
+def _forward(static: Static, q: Array, k: Array, v: Array, terms: Terms) -> tuple[Array, tuple[Any, ...]]:
+    count, blocks = worklist(terms.grid.active())
 
     def row(i: Array) -> tuple[Array, Array]:
-        def step(j: Array, online: Any) -> Any:
-            return update(online, _masked(static, _scores(static, q[i], k[j]), bias, grid, i, j), v[j])
+        def step(n: Array, online: Any) -> Any:
+            j = blocks[i, n]
+            scores = _masked(_scores(static, q[i], k[j]), terms, i, j)
+            return update(online, scores, v[j], _keep(static, terms.seeds, scores.shape, i, j))
 
-        return finish(jax.lax.fori_loop(first[i], end[i], step, empty(q.shape[1:-1], q.shape[-1])))
+        return finish(jax.lax.fori_loop(0, count[i], step, empty(q.shape[1:-1], q.shape[-1])))
 
     z, lse = jax.lax.map(row, jnp.arange(q.shape[0]))
     z = z.astype(q.dtype)
-    return z, (q, k, v, bias, grid, z, lse)
+    return z, (q, k, v, terms, z, lse)
 
 
 def _backward(static: Static, residuals: tuple[Any, ...], dz: Array) -> tuple[Any, ...]:
-    q, k, v, bias, grid, z, lse = residuals
-    first, end = _span(grid.active(static).T)
+    q, k, v, terms, z, lse = residuals
+    count, blocks = worklist(terms.grid.active().T)
     delta = jnp.einsum("IBKGTH,IBKGTH->IBKGT", dz, z, preferred_element_type=jnp.float32)
 
     def column(carry: tuple[Array, Any], j: Array) -> tuple[tuple[Array, Any], tuple[Array, Array]]:
-        def step(i: Array, carry: tuple[Array, Any, Array, Array]) -> tuple[Array, Any, Array, Array]:
+        def step(n: Array, carry: tuple[Array, Any, Array, Array]) -> tuple[Array, Any, Array, Array]:
             dq, dbias, dk, dv = carry
+            i = blocks[j, n]
             capped = _scores(static, q[i], k[j])
-            p = jnp.exp(_masked(static, capped, bias, grid, i, j) - lse[i][..., None])
-            da = p * (_product("BKGTH,BKSH->BKGTS", dz[i], v[j]) - delta[i][..., None])
-            dbias = _add_bias_gradient(dbias, bias, da, grid, i, j)
+            p = jnp.exp(_masked(capped, terms, i, j) - lse[i][..., None])
+            dp = _product("BKGTH,BKSH->BKGTS", dz[i], v[j])
+            keep = _keep(static, terms.seeds, p.shape, i, j)
+            dropped, dp = (p, dp) if keep is None else (p * keep, dp * keep)
+            da = p * (dp - delta[i][..., None])
+            dbias = _add_bias_gradient(dbias, terms, da, i, j)
             if static.softcap is not None:
                 da = da * (1 - jnp.square(capped / static.softcap))
             da = (da * static.scale).astype(q.dtype)
             dq = dq.at[i].add(_product("BKGTS,BKSH->BKGTH", da, k[j]))
             dk = dk + _product("BKGTS,BKGTH->BKSH", da, q[i])
-            return dq, dbias, dk, dv + _product("BKGTS,BKGTH->BKSH", p.astype(q.dtype), dz[i])
+            return dq, dbias, dk, dv + _product("BKGTS,BKGTH->BKSH", dropped.astype(q.dtype), dz[i])
 
         zeros = jnp.zeros(k.shape[1:], jnp.float32)
-        dq, dbias, dk, dv = jax.lax.fori_loop(first[j], end[j], step, (*carry, zeros, zeros))
+        dq, dbias, dk, dv = jax.lax.fori_loop(0, count[j], step, (*carry, zeros, zeros))
         return (dq, dbias), (dk.astype(k.dtype), dv.astype(v.dtype))
 
-    start = (jnp.zeros(q.shape, jnp.float32), jax.tree.map(jnp.zeros_like, bias))
+    start = (jnp.zeros(q.shape, jnp.float32), jax.tree.map(jnp.zeros_like, terms.bias))
     (dq, dbias), (dk, dv) = jax.lax.scan(column, start, jnp.arange(k.shape[0]))
-    return dq.astype(q.dtype), dk, dv, dbias, None
+    return dq.astype(q.dtype), dk, dv, Terms(None, dbias, None)
 
 
 def _product(equation: str, x: Array, y: Array) -> Array:
     return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
-def _add_bias_gradient(total: Any, bias: Any, da: Float[Array, "B K G t s"], grid: Grid, i: Array, j: Array) -> Any:
-    if bias is None:
+def _add_bias_gradient(total: Any, terms: Terms, da: Float[Array, "B K G t s"], i: Array, j: Array) -> Any:
+    if terms.bias is None:
         return None
     da = rearrange(da, "B K G t s -> B (K G) t s")
-    if callable(bias):
-        block, pull = jax.vjp(lambda bias: _bias_block(bias, grid, i, j), bias)
+    if callable(terms.bias):
+        block, pull = jax.vjp(lambda bias: _bias_block(bias, terms.grid, i, j), terms.bias)
         (gradient,) = pull(da if block.shape[0] == da.shape[0] else da.sum(axis=0, keepdims=True))
         return jax.tree.map(jnp.add, total, gradient)
     if total.shape[0] == 1:

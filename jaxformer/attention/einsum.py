@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Bool, Float
 
+from jaxformer.attention.dropout import Dropout, keep_weights
 from jaxformer.masks import Mask
 
 
@@ -37,6 +38,7 @@ def einsum_attention(
     scale: float,
     softcap: float | None = None,
     pattern_fn: Callable[[Array], Array] | None = None,
+    dropout: Dropout | None = None,
 ) -> Float[Array, "B T N H"]:
     """Attends with [B N T S] scores in float32; see `attention` for the arguments."""
     K = k.shape[2]
@@ -50,6 +52,9 @@ def einsum_attention(
     pattern = masked_softmax(scores, mask.dense())
     if pattern_fn is not None:
         pattern = pattern_fn(pattern)
+    if dropout is not None:
+        B, N, T, S = pattern.shape
+        pattern = pattern * keep_weights(dropout.rate, dropout.seeds(), B, N, jnp.arange(T), jnp.arange(S))
     pattern = rearrange(pattern.astype(v.dtype), "B (K G) T S -> B K G T S", K=K)
     z = jnp.einsum("BKGTS,BSKH->BTKGH", pattern, v)
     return rearrange(z, "B T K G H -> B T (K G) H")

@@ -24,13 +24,19 @@ def empty(shape: tuple[int, ...], width: int) -> Online:
     return Online(jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, width)))
 
 
-def update(online: Online, scores: Float[Array, "B K G T S"], v: Float[Array, "B K S H"]) -> Online:
-    """Takes one more block of keys; a score of -inf hides a key."""
+def update(
+    online: Online,
+    scores: Float[Array, "B K G T S"],
+    v: Float[Array, "B K S H"],
+    keep: Float[Array, "B K G T S"] | None = None,
+) -> Online:
+    """Takes one more block of keys; a score of -inf hides a key. `keep` holds dropout's factors on the pattern."""
     high = jnp.maximum(online.high, scores.max(axis=-1))
     # Rows that have seen nothing yet keep -inf; subtracting 0 instead keeps e^(-inf) = 0 free of NaN.
     shift = jnp.where(high == -jnp.inf, 0, high)
     weights, decay = jnp.exp(scores - shift[..., None]), jnp.exp(online.high - shift)
-    new = jnp.einsum("BKGTS,BKSH->BKGTH", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    kept = weights if keep is None else weights * keep
+    new = jnp.einsum("BKGTS,BKSH->BKGTH", kept.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return Online(high, decay * online.total + weights.sum(axis=-1), decay[..., None] * online.z + new)
 
 
