@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from jaxformer import attention, losses, optim, sampling, sharding, trees
 from jaxformer.cache import init_cache
-from jaxformer.config import PRESETS, Config
+from jaxformer.config import Config, Rotary
 from jaxformer.generate import Generation, generate, stream
 from jaxformer.masks import Mask
 from jaxformer.models import Decoder, build
+from jaxformer.presets import PRESETS
 
 if TYPE_CHECKING:
     from jaxformer import checkpoint, corpus, data, tokenizers, train
@@ -25,6 +26,7 @@ __all__ = [
     "Decoder",
     "Generation",
     "Mask",
+    "Rotary",
     "TrainState",
     "attention",
     "build",

@@ -8,19 +8,24 @@ for f = attention, then f = feed-forward. One `Stack` serves every arrangement o
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.attention import attention, cached_attention, check_cached
+from jaxformer.attention import Dropout, attention, cached_attention, check_cached
+from jaxformer.biases import BIAS
 from jaxformer.cache import KV, Cache, LayerView, append_positions, store
 from jaxformer.config import Config
 from jaxformer.layers import MLP, Projection, make_norm
-from jaxformer.masks import Mask
-from jaxformer.positions import ROTATE
+from jaxformer.masks import FAR, Mask
+from jaxformer.positions import ROTATE, Frequencies, frequencies
 from jaxformer.sharding import constrain
 from jaxformer.taps import COLLECTIONS, tap, tapped
+from jaxformer.trees import Leaf
 
 Sublayer = Callable[[Array], Array]
 
@@ -29,6 +34,40 @@ RESIDUAL: dict[str, Callable[[Array, Sublayer, Sublayer], Array]] = {
     "post": lambda x, norm, f: norm(x + f(x)),
 }
 """How a sublayer f and its norm join the residual stream x."""
+
+
+class Layer(NamedTuple):
+    """What differs between layers; arrays, traced, in one scan over the layers.
+
+    Attributes:
+      index: number of the layer, 0 at the bottom.
+      window: how many tokens back its queries see; None: as far as the mask of the stack lets them.
+      turns: frequencies of rotary positions; None: those of the config, which are the same in all layers.
+    """
+
+    index: Leaf
+    window: Leaf = None
+    turns: Leaf = None
+
+
+def make_layers(config: Config) -> list[Layer]:
+    """Returns the config's layers; what all of them have in common is None here, and the stack's or the config's."""
+    windows, rotaries = config.windows, config.rotaries
+    alone = (None,) * config.num_layers
+    turns: tuple[Frequencies | None, ...] = alone
+    if config.positions in ROTATE and len(set(rotaries)) > 1:
+        turns = tuple(frequencies(rotary, config.sizes["H"]) for rotary in rotaries)
+    windows = windows if len(set(windows)) > 1 else alone
+    return [Layer(*layer) for layer in zip(range(config.num_layers), windows, turns, strict=True)]
+
+
+def stacked(layers: list[Layer]) -> Layer:
+    """Returns the layers as one of arrays, for a scan over them; no window becomes one that reaches everywhere."""
+    index, windows, turns = zip(*layers, strict=True)
+    window = None
+    if any(windows):
+        window = np.array([FAR if window is None else window for window in windows], np.int32)
+    return Layer(np.array(index, np.int32), window, jax.tree.map(lambda *leaves: np.stack(leaves), *turns))
 
 
 class Attention(nn.Module):
@@ -43,43 +82,71 @@ class Attention(nn.Module):
         self.k_proj = project("BTD,DKH->BTKH")
         self.v_proj = project("BTD,DKH->BTKH")
         self.o_proj = project("BTNH,NHD->BTD", gain=1 / (2 * config.num_layers))
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (make_norm(config) for _ in "qk")
 
-    def keys_values(self, x: Float[Array, "B S D"], positions: Int[Array, "#B S"]) -> KV:
-        """Projects tokens to keys (turned by their positions) and values, both [B S K H]."""
-        return KV(tap(self, "k", self._rotate(self.k_proj(x), positions)), tap(self, "v", self.v_proj(x)))
+    def keys_values(
+        self, x: Float[Array, "B S D"], positions: Int[Array, "#B S"], turns: Frequencies | None = None
+    ) -> KV:
+        """Projects tokens to keys (turned by their positions) and values, both [B S K H].
+
+        Args:
+          turns: rotary frequencies; None: those of the config's first layer.
+        """
+        k = self.k_proj(x)
+        if self.config.qk_norm:
+            k = self.k_norm(k)
+        return KV(tap(self, "k", self._rotate(k, positions, turns)), tap(self, "v", self.v_proj(x)))
 
     def __call__(
         self,
         x: Float[Array, "B T D"],
         kv: KV | LayerView,
         mask: Mask,
-        bias: Float[Array, "#B N T S"] | None = None,
+        bias: Float[Array, "#B N T S"] | Callable[..., Array] | None = None,
         *,
         positions: Int[Array, "#B T"] | None = None,
+        turns: Frequencies | None = None,
     ) -> Float[Array, "B T D"]:
         """Attends from x to keys and values, fresh ones or those of a cache.
 
         Args:
+          bias: added to the scores, an array or a function of positions (see `attention.attention`).
           positions: by which queries are turned; None: the mask's query positions.
+          turns: rotary frequencies; None: those of the config's first layer.
+
+        Raises:
+          ValueError: dropout, or an edit of the pattern, over a cache.
         """
         config = self.config
-        q = tap(self, "q", self._rotate(self.q_proj(x), mask.q_positions if positions is None else positions))
+        q = self.q_proj(x)
+        if config.qk_norm:
+            q = self.q_norm(q)
+        q = tap(self, "q", self._rotate(q, mask.q_positions if positions is None else positions, turns))
+        options: dict[str, Any] = {"scale": config.scale, "softcap": config.softcap}
+        dropout = None
+        if config.attention_dropout and self.has_rng("dropout"):
+            dropout = Dropout(self.make_rng("dropout"), config.attention_dropout)
         if isinstance(kv, LayerView):
             check_cached(config.attention)
-            if self.has_variable("edits", "pattern"):
-                raise ValueError("attention over a cache has no pattern to edit; run the whole text without a cache")
-            z = cached_attention(q, kv, mask, bias, scale=config.scale)
+            if dropout is not None or self.has_variable("edits", "pattern"):
+                raise ValueError(
+                    "attention over a cache has no pattern to edit or to drop; run the whole text without a cache"
+                )
+            z = cached_attention(q, kv, mask, bias, **options)
         else:
             pattern_fn = partial(tap, self, "pattern") if tapped(self, "pattern") else None
-            z = attention(
-                q, kv.k, kv.v, mask, bias, scale=config.scale, pattern_fn=pattern_fn, implementation=config.attention
-            )
+            options |= {"pattern_fn": pattern_fn, "dropout": dropout, "implementation": config.attention}
+            z = attention(q, kv.k, kv.v, mask, bias, **options)
         return self.o_proj(tap(self, "z", z))
 
-    def _rotate(self, x: Array, positions: Array) -> Array:
-        if self.config.positions not in ROTATE:
+    def _rotate(self, x: Array, positions: Array, turns: Frequencies | None) -> Array:
+        config = self.config
+        if config.positions not in ROTATE:
             return x
-        return ROTATE[self.config.positions](x, positions, base=self.config.rotary_base)
+        if turns is None:
+            turns = frequencies(config.rotaries[0], config.sizes["H"])
+        return ROTATE[config.positions](x, positions, turns)
 
 
 class Block(nn.Module):
@@ -92,20 +159,26 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, carry: tuple[Array, Cache | None], layer: Int[Array, ""] | int, positions: Int[Array, "#B T"], mask: Mask
+        self,
+        carry: tuple[Array, Cache | None],
+        layer: Layer,
+        positions: Int[Array, "#B T"],
+        mask: Mask,
+        bias: Any = None,
     ) -> tuple[tuple[Array, Cache | None], None]:
         config = self.config
         x, cache = carry
         attn, mlp = Attention(config, name="attn"), MLP(config, name="mlp")
         dropout = nn.Dropout(config.dropout, deterministic=not self.has_rng("dropout"))
+        mask = mask.narrowed(layer.window)
 
         def attend(h: Array) -> Array:
             nonlocal cache
-            fresh: KV = attn.keys_values(h, positions)
+            fresh: KV = attn.keys_values(h, positions, layer.turns)
             if cache is None:
-                return dropout(attn(h, fresh, mask, positions=positions))
-            cache, view = store(cache, layer, fresh)
-            return dropout(attn(h, view, mask, positions=positions))
+                return dropout(attn(h, fresh, mask, bias, positions=positions, turns=layer.turns))
+            cache, view = store(cache, layer.index, fresh)
+            return dropout(attn(h, view, mask, bias, positions=positions, turns=layer.turns))
 
         join = RESIDUAL[config.residual]
         x = join(x, make_norm(config, "attn_norm"), attend)
@@ -131,26 +204,37 @@ class Stack(nn.Module):
         segments: Int[Array, "B T"] | None = None,
         mask: Mask | None = None,
         cache: Cache | None = None,
+        *,
+        ordered: bool = False,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
-        """Runs every layer; with a cache, its new tokens attend to what it holds and are added to it."""
-        config, L = self.config, self.config.num_layers
+        """Runs every layer; with a cache, its new tokens attend to what it holds and are added to it.
+
+        Args:
+          mask: None: the stack's own, causal or full, in which `ordered` says that positions count up one by one
+            within each document. Windows of the config narrow either.
+        """
+        config, layers = self.config, make_layers(self.config)
         if cache is not None:
             cache = append_positions(cache, jnp.broadcast_to(positions, x.shape[:2]))
         if mask is None:
             kv_positions = positions if cache is None else cache.positions
-            mask = Mask(positions, kv_positions, segments, segments, causal=self.causal)
+            ordered = ordered and cache is None
+            mask = Mask(positions, kv_positions, segments, segments, causal=self.causal, ordered=ordered)
+        if len(set(config.windows)) == 1:
+            mask = mask.narrowed(config.windows[0])
+        bias = BIAS[config.positions](config, self.causal) if config.positions in BIAS else None
         carry = (constrain(x, "BTD"), cache)
         if config.scan_layers:
-            layers = nn.scan(
+            scanned = nn.scan(
                 Block,
                 variable_axes={"params": 0, **COLLECTIONS},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(0, nn.broadcast, nn.broadcast),
-                length=L,
+                in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+                length=config.num_layers,
             )
-            carry, _ = layers(config, name="layers")(carry, jnp.arange(L), positions, mask)
+            carry, _ = scanned(config, name="layers")(carry, stacked(layers), positions, mask, bias)
         else:
-            for i in range(L):
-                carry, _ = Block(config, name=f"layers_{i}")(carry, i, positions, mask)
+            for i, layer in enumerate(layers):
+                carry, _ = Block(config, name=f"layers_{i}")(carry, layer, positions, mask, bias)
         x, cache = carry
         return (make_norm(config, "final_norm")(x) if config.residual == "pre" else x), cache

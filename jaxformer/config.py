@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 Architecture = Literal["decoder"]
 Residual = Literal["pre", "post"]
 Norm = Literal["layernorm", "rmsnorm"]
-Positions = Literal["none", "learned", "sinusoidal", "rotary"]
+Positions = Literal["none", "learned", "sinusoidal", "rotary", "alibi", "relative"]
+Scaling = Literal["none", "linear", "ntk", "by_parts", "yarn"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 DType = Literal["float32", "bfloat16"]
 
@@ -29,8 +30,63 @@ _CHOICES: dict[str, Any] = {
     "param_dtype": DType,
 }
 _OPTIONAL_SIZES = ("num_kv_heads", "d_head", "d_ff")
-_SIZES = ("vocab_size", "max_len", "d_model", "num_layers", "num_heads", *_OPTIONAL_SIZES)
-_FLAGS = ("embed_scale", "gated", "bias", "tie_embeddings", "scan_layers")
+_SIZES = (
+    *("vocab_size", "max_len", "d_model", "num_layers", "num_heads", "relative_buckets", "relative_reach"),
+    *_OPTIONAL_SIZES,
+)
+_FLAGS = ("qk_norm", "embed_scale", "gated", "bias", "tie_embeddings", "scan_layers")
+_OPTIONAL_NUMBERS = ("attention_scale", "softcap")
+_RATES = ("dropout", "attention_dropout")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """How rotary positions turn queries and keys, and how they are stretched to a longer context.
+
+    Raises:
+      ValueError: a value out of range, or a scaling that lacks `original_len`.
+    """
+
+    base: float = 10000.0
+    """Wavelength base: lane pair i of `width` lanes turns by base^(-2i / width) a position."""
+    width: int | None = None
+    """Number of lanes of a head that turn, from the first. None: all."""
+    scaling: Scaling = "none"
+    """Key of `positions.SCALINGS`: what `factor` stretches."""
+    factor: float = 1.0
+    """How many times longer the context is made."""
+    original_len: int | None = None
+    """Context length of the training before, in tokens; by_parts and yarn need it."""
+    slow: float = 1.0
+    """by_parts and yarn: lanes that turn fewer times than this in original_len are stretched by the whole factor."""
+    fast: float = 32.0
+    """by_parts and yarn: lanes that turn more often than this are left as they are."""
+    magnitude: float | None = None
+    """Factor on the turned lanes of q and of k. None: 0.1 ln(factor) + 1 for yarn, and 1 for the others."""
+
+    def __post_init__(self) -> None:
+        if self.scaling not in get_args(Scaling):
+            raise ValueError(f"scaling={self.scaling!r} is unknown; choose one of {list(get_args(Scaling))}")
+        for name in ("base", "factor", "slow", "fast", "magnitude"):
+            _check_positive(f"rotary.{name}", getattr(self, name), optional=name == "magnitude")
+        for name in ("width", "original_len"):
+            _check_size(f"rotary.{name}", getattr(self, name), optional=True)
+        if self.factor < 1:
+            raise ValueError(f"rotary.factor={self.factor} would shorten the context; it must be at least 1")
+        if self.scaling in ("by_parts", "yarn") and self.original_len is None:
+            raise ValueError(f"scaling={self.scaling!r} needs original_len, the context length of the training before")
+        if self.slow >= self.fast:
+            raise ValueError(f"rotary.slow={self.slow} must be below rotary.fast={self.fast}")
+
+
+def _check_positive(name: str, value: Any, optional: bool) -> None:
+    if not (optional and value is None) and (type(value) not in (int, float) or not 0 < value < math.inf):
+        raise ValueError(f"{name}={value!r} must be a positive finite number")
+
+
+def _check_size(name: str, value: Any, optional: bool) -> None:
+    if not (optional and value is None) and (type(value) is not int or value < 1):
+        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +125,21 @@ class Config:
     norm_eps: float = 1e-5
     """Added to the variance, or to the mean square."""
     positions: Positions = "rotary"
-    """How tokens know their place: none, a learned table or sinusoids added to the embeddings, or turned q and k."""
-    rotary_base: float = 10000.0
-    """Wavelength base of rotary positions."""
+    """How tokens know their place: none; a learned table or sinusoids added to the embeddings; turned q and k; or a
+    bias on the scores, by distance (alibi) or from a learned table of distances (relative)."""
+    rotary: Rotary | tuple[Rotary, ...] = Rotary()
+    """Rotary positions, of every layer or as a pattern that repeats over the layers."""
+    relative_buckets: int = 32
+    """Rows of the table of relative positions; even, and half of them for either side in an encoder."""
+    relative_reach: int = 128
+    """Distance from which on all share the last bucket of relative positions."""
+    window: int | tuple[int | None, ...] | None = None
+    """Number of tokens that a query sees back, itself included; of every layer or as a pattern that repeats over the
+    layers (None: all tokens)."""
+    qk_norm: bool = False
+    """Normalise each head of q and of k, before they are turned."""
+    softcap: float | None = None
+    """Bound of the attention scores, softcap * tanh(scores / softcap). None: no bound."""
     activation: Activation = "gelu_tanh"
     """The nonlinearity of the feed-forward layer."""
     gated: bool = False
@@ -86,6 +154,8 @@ class Config:
     """Use the embedding matrix as the output head."""
     dropout: float = 0.0
     """Rate on embeddings and on each sublayer's output; active when a dropout key is passed."""
+    attention_dropout: float = 0.0
+    """Rate on the attention pattern; active when a dropout key is passed."""
 
     # How it is run.
     dtype: DType = "float32"
@@ -112,8 +182,26 @@ class Config:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 "each key/value head serves the same number of query heads"
             )
-        if self.positions == "rotary" and sizes["H"] % 2:
-            raise ValueError(f"rotary positions turn pairs of lanes, but d_head={sizes['H']} is odd; make it even")
+        self._check_positions()
+
+    def _check_positions(self) -> None:
+        width = self.sizes["H"]
+        lanes = {width if rotary.width is None else rotary.width for rotary in self.rotaries}
+        if self.positions == "rotary":
+            if any(number % 2 for number in lanes):
+                what = "rotary.width" if self.rotaries[0].width else "d_head"
+                raise ValueError(f"rotary positions turn pairs of lanes, but {what}={max(lanes)} is odd; make it even")
+            if len(lanes) > 1 or max(lanes) > width:
+                raise ValueError(
+                    f"rotary.width={sorted(lanes)}: all layers turn the same number of lanes, at most d_head={width}"
+                )
+        if self.positions == "relative" and (
+            self.relative_buckets % 2 or self.relative_buckets < 4 or self.relative_reach <= self.relative_buckets // 2
+        ):
+            raise ValueError(
+                f"relative_buckets={self.relative_buckets} must be even and at least 4, and relative_reach="
+                f"{self.relative_reach} beyond the half of them, which counts distances one by one"
+            )
         if self.positions == "sinusoidal" and self.d_model % 2:
             raise ValueError(
                 f"sinusoidal positions fill pairs of lanes, but d_model={self.d_model} is odd; make it even"
@@ -121,28 +209,29 @@ class Config:
 
     def _check_types(self) -> None:
         for name in _SIZES:
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL_SIZES:
-                continue
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+            _check_size(name, getattr(self, name), optional=name in _OPTIONAL_SIZES)
         for name in _FLAGS:
             if type(getattr(self, name)) is not bool:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
-        for name in ("norm_eps", "rotary_base", "attention_scale"):
+        for name in ("norm_eps", *_OPTIONAL_NUMBERS):
+            _check_positive(name, getattr(self, name), optional=name in _OPTIONAL_NUMBERS)
+        for name in _RATES:
             value = getattr(self, name)
-            if value is None and name == "attention_scale":
-                continue
-            if type(value) not in (int, float) or not 0 < value < math.inf:
-                raise ValueError(f"{name}={value!r} must be a positive finite number")
-        if type(self.dropout) not in (int, float) or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} must be a number from 0 up to, but without, 1")
+            if type(value) not in (int, float) or not 0 <= value < 1:
+                raise ValueError(f"{name}={value!r} must be a number from 0 up to, but without, 1")
         if not isinstance(self.attention, str):
             raise ValueError(f"attention={self.attention!r} must be the name of an implementation, or 'auto'")
+        for name in ("window", "rotary"):
+            if getattr(self, name) == ():
+                raise ValueError(f"{name}=() is no pattern; give one entry for each layer that it repeats over")
+        for window in self.windows:
+            _check_size("window", window, optional=True)
+        if not all(isinstance(rotary, Rotary) for rotary in self.rotaries):
+            raise ValueError(f"rotary={self.rotary!r} must be a Rotary, or a tuple of them")
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every size under its dimension letter: V, D, L, N, K, H, F, and P for the rows of a position table."""
+        """Every size under its letter: V D L N K H F, P rows of a position table, R buckets of relative positions."""
         return {
             "V": self.vocab_size,
             "P": self.max_len,
@@ -152,7 +241,22 @@ class Config:
             "K": self.num_kv_heads or self.num_heads,
             "H": self.d_head or self.d_model // self.num_heads,
             "F": self.d_ff or 4 * self.d_model,
+            "R": self.relative_buckets,
         }
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer."""
+        return self._per_layer(self.window)
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The rotary positions of each layer."""
+        return self._per_layer(self.rotary)
+
+    def _per_layer(self, pattern: Any) -> tuple[Any, ...]:
+        pattern = pattern if isinstance(pattern, tuple) else (pattern,)
+        return tuple(pattern[i % len(pattern)] for i in range(self.num_layers))
 
     @property
     def scale(self) -> float:
@@ -179,61 +283,16 @@ class Config:
         missing = [n for n, f in known.items() if f.default is dataclasses.MISSING and n not in fields]
         if missing:
             raise ValueError(f"config lacks {missing}; a model cannot be built without them")
-        return cls(**fields)
+        return cls(**{name: _from_json(name, value) for name, value in fields.items()})
 
 
-_GPT2 = Config(
-    vocab_size=50257,
-    max_len=1024,
-    d_model=768,
-    num_layers=12,
-    num_heads=12,
-    residual="pre",
-    norm="layernorm",
-    norm_eps=1e-5,
-    positions="learned",
-    activation="gelu_tanh",
-)
-_LLAMA = Config(
-    vocab_size=32000,
-    max_len=2048,
-    d_model=4096,
-    num_layers=32,
-    num_heads=32,
-    d_ff=11008,
-    residual="pre",
-    norm="rmsnorm",
-    norm_eps=1e-6,
-    positions="rotary",
-    activation="silu",
-    gated=True,
-    bias=False,
-    tie_embeddings=False,
-)
-_SMOLLM2_135M = dataclasses.replace(
-    _LLAMA,
-    vocab_size=49152,
-    max_len=8192,
-    d_model=576,
-    num_layers=30,
-    num_heads=9,
-    num_kv_heads=3,
-    d_ff=1536,
-    norm_eps=1e-5,
-    rotary_base=100000.0,
-    tie_embeddings=True,
-)
-
-
-def _tiny(config: Config, **sizes: Any) -> Config:
-    return dataclasses.replace(config, vocab_size=257, max_len=128, d_model=64, num_layers=2, num_heads=4, **sizes)
-
-
-PRESETS: dict[str, Config] = {
-    "gpt2": _GPT2,
-    "llama": _LLAMA,
-    "smollm2_135m": _SMOLLM2_135M,
-    "gpt2_tiny": _tiny(_GPT2),
-    "llama_tiny": _tiny(_LLAMA, num_kv_heads=2, d_ff=192),
-}
-"""Published models, and tiny ones of their kind for tests and first steps."""
+def _from_json(name: str, value: Any) -> Any:
+    """Makes tuples of lists, and a Rotary of its fields."""
+    if isinstance(value, list | tuple):
+        return tuple(_from_json(name, entry) for entry in value)
+    if name == "rotary" and isinstance(value, Mapping):
+        unknown = set(value) - {field.name for field in dataclasses.fields(Rotary)}
+        if unknown:
+            raise ValueError(f"config field 'rotary' has unknown fields {sorted(map(str, unknown))}")
+        return Rotary(**value)
+    return value

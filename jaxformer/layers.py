@@ -92,8 +92,8 @@ class RMSNorm(nn.Module):
 NORMS: dict[str, type[LayerNorm] | type[RMSNorm]] = {"layernorm": LayerNorm, "rmsnorm": RMSNorm}
 
 
-def make_norm(config: Config, name: str) -> nn.Module:
-    """Makes the config's norm as a submodule of this name."""
+def make_norm(config: Config, name: str | None = None) -> nn.Module:
+    """Makes the config's norm as a submodule of this name; None: of the attribute that it is assigned to."""
     return NORMS[config.norm](config, name=name)
 
 

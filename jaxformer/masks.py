@@ -192,6 +192,12 @@ class Mask:
         return f"Mask({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
 
 
+def documents(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """Numbers each run of one segment number 1, 2, ... along the row; segment 0 is padding and stays 0."""
+    starts = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return jnp.where(segments == 0, 0, jnp.cumsum(starts, axis=1))
+
+
 def positions_from_segments(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """Counts 0, 1, 2, ... within each run of one segment number; segment 0 is padding and gets -1."""
     index = jnp.arange(segments.shape[1])[None]

@@ -17,7 +17,7 @@ from jaxformer.blocks import Stack
 from jaxformer.cache import Cache
 from jaxformer.config import Config
 from jaxformer.layers import Embed, Projection
-from jaxformer.masks import Mask, positions_from_segments
+from jaxformer.masks import Mask, documents, positions_from_segments
 from jaxformer.positions import ADD
 from jaxformer.taps import tap
 
@@ -91,7 +91,8 @@ class Decoder(nn.Module):
         Args:
           positions: of each token in its text; -1 is padding. None: 0, 1, ... along the row, or within each segment, or
             on from the cache's length.
-          segments: document number of each token of packed rows, 0 for padding. Documents do not see each other.
+          segments: document number of each token of packed rows, 0 for padding. Documents do not see each other;
+            without `positions`, each run of one number is a document.
           mask: replaces the causal mask.
           cache: the tokens so far; the new ones see them and are added.
 
@@ -117,11 +118,13 @@ class Decoder(nn.Module):
         check_ids(ids, self.config.vocab_size)
         if segments is not None and cache is not None:
             raise ValueError("a cache holds one document a row; decode packed segments as rows of their own")
+        ordered = positions is None
         if positions is None and segments is not None:
+            segments = documents(segments)
             positions = positions_from_segments(segments)
         elif positions is None:
             positions = (0 if cache is None else cache.length) + jnp.arange(ids.shape[1])[None]
-        return self.decoder(self._embed(ids, positions), positions, segments, mask, cache)
+        return self.decoder(self._embed(ids, positions), positions, segments, mask, cache, ordered=ordered)
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the float32 logits of final hidden states."""

@@ -32,6 +32,7 @@ LETTER_AXES: dict[str, tuple[str, ...]] = {
     "H": (),
     "L": (),
     "P": (),
+    "R": (),
 }
 """Dimension letter -> the mesh axes that split it."""
 
@@ -47,7 +48,9 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"(up|gate)_proj/bias", "F"),
     (r"down_proj/kernel", "FD"),
     (r"(o|down)_proj/bias", "D"),
-    (r"\w+_norm/(scale|bias)", "D"),
+    (r"(attn|mlp|final)_norm/(scale|bias)", "D"),
+    (r"[qk]_norm/(scale|bias)", "H"),
+    (r"relative_bias/embedding", "RN"),
     (r"lm_head/kernel", "DV"),
 )
 """The end of a parameter's path (whole components) -> its dimension letters, without the L of stacked layers."""

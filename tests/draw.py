@@ -5,13 +5,21 @@ from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 from hypothesis import strategies as st
 
 import jaxformer as jf
 
 TINY = jf.Config(
-    vocab_size=29, max_len=16, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, d_ff=24, rotary_base=100.0
+    vocab_size=29,
+    max_len=16,
+    d_model=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    d_ff=24,
+    rotary=jf.Rotary(base=100.0),
 )
 
 
@@ -74,9 +82,17 @@ def close(actual, expected, atol):
 
 
 @st.composite
+def rotaries(draw):
+    """Rotary positions of every scaling, which turn all lanes."""
+    scaling = draw(st.sampled_from(["none", "linear", "ntk", "by_parts", "yarn"]))
+    base, factor = draw(st.floats(100.0, 1e6)), draw(st.floats(1.0, 8.0))
+    return _unchecked(jf.Rotary, base=base, scaling=scaling, factor=factor, original_len=draw(st.integers(64, 4096)))
+
+
+@st.composite
 def configs(draw, **fixed):
     """Valid configs of small models."""
-    positions = draw(st.sampled_from(["none", "learned", "sinusoidal", "rotary"]))
+    positions = draw(st.sampled_from(["none", "learned", "sinusoidal", "rotary", "alibi", "relative"]))
     kv_heads, group, width = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
     width *= 2 if positions in ("rotary", "sinusoidal") else 1
     explicit = draw(st.booleans())
@@ -94,12 +110,25 @@ def configs(draw, **fixed):
         "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
         "norm_eps": draw(st.floats(1e-6, 1.0)),
         "positions": positions,
-        "rotary_base": draw(st.floats(2.0, 1e6)),
+        "rotary": draw(rotaries() | st.tuples(rotaries(), rotaries())),
+        "window": draw(st.none() | st.integers(1, 9) | st.tuples(st.integers(1, 9), st.none())),
+        "softcap": draw(st.none() | st.floats(1.0, 50.0)),
+        "attention_dropout": draw(st.sampled_from([0.0, 0.1])),
         "activation": draw(st.sampled_from(["relu", "gelu", "gelu_tanh", "silu"])),
         "attention_scale": draw(st.none() | st.floats(0.01, 1.0)),
         "dropout": draw(st.sampled_from([0.0, 0.1])),
         "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
         "param_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
     }
-    flags = {name: draw(st.booleans()) for name in ("gated", "bias", "embed_scale", "tie_embeddings", "scan_layers")}
-    return jf.Config(**(fields | flags | fixed))
+    names = ("qk_norm", "gated", "bias", "embed_scale", "tie_embeddings", "scan_layers")
+    flags = {name: draw(st.booleans()) for name in names}
+    return _unchecked(jf.Config, **(fields | flags | fixed))
+
+
+def _unchecked(make, **fields):
+    # The check against annotations takes a random element of a tuple, and hypothesis allows no randomness but its own.
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        return make(**fields)
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

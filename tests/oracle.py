@@ -71,16 +71,21 @@ def allowed(
     kv_segments: Array | None = None,
     causal: bool = False,
     window: int | None = None,
+    prefix: Array | None = None,
 ) -> Array:
     """Who may attend to whom: bool [B 1 T S] from positions and segments [B T] and [B S].
 
     Causal: Vaswani et al. 2017, section 3.2.3. Window: a causal query sees itself and the window - 1 positions before
-    it (Jiang et al. 2023, "Mistral 7B", section 2); without causal, as many on either side.
+    it (Jiang et al. 2023, "Mistral 7B", section 2); without causal, as many on either side. Prefix, [B] or [B T]: the
+    first so many positions are seen by every token, whichever comes first (Raffel et al. 2020, figure 4, right).
     """
     q, kv = np.asarray(q_positions)[:, None, :, None], np.asarray(kv_positions)[:, None, None, :]
     ok = (kv >= 0) & np.ones_like(q, dtype=bool)
-    if causal:
+    if causal and prefix is None:
         ok &= kv <= q
+    elif causal:
+        first = np.asarray(prefix).reshape(len(prefix), 1, -1, 1)
+        ok = ok & ((kv <= q) | ((kv < first) & (q >= 0)))
     if window is not None:
         ok &= (q - kv < window) if causal else (abs(q - kv) < window)
     if q_segments is not None:
@@ -111,19 +116,109 @@ def sinusoidal(positions: Array, D: int) -> Array:
     return out
 
 
-def rotary(x: Array, positions: Array, base: float = 10000.0, *, interleaved: bool = False) -> Array:
-    """Turns pair i of the lanes of x [B T N H] by the angle position * base^(-2i/H), positions [B T].
+def rotary_frequencies(rotary: Params, lanes: int) -> tuple[Array, float]:
+    """Radians a position of each lane pair, and the factor on the turned lanes; rotary: the fields of a Rotary.
 
-    Su et al. 2021, "RoFormer", equations 15 and 34. The paper pairs lanes (2i, 2i+1): interleaved. The default pairs
-    (i, i + H/2), which is the same rotation with the lanes of each head permuted.
+    Su et al. 2021, section 3.2.2: theta_i = base^(-2i/lanes). linear: positions are divided by the factor (Chen et al.
+    2023, equation 3). ntk: base' = base * factor^(lanes / (lanes - 2)) (Peng et al. 2023, "YaRN", definition 1).
+    by_parts (their equations 17 to 20): with r = original_len / wavelength turns in the original context, a lane keeps
+    its own frequency by the share gamma = (r - slow) / (fast - slow), clipped to [0, 1], and 1 / factor of it else.
+    yarn: gamma falls linearly with the lane instead, from the lane of `fast` turns, rounded down, to that of `slow`
+    turns, rounded up (as the published models were trained); both q and k are scaled by 0.1 ln(factor) + 1.
+    """
+    base, factor, scaling, pairs = rotary["base"], rotary["factor"], rotary["scaling"], lanes // 2
+    magnitude = rotary["magnitude"] or (0.1 * math.log(factor) + 1 if scaling == "yarn" else 1.0)
+    if scaling == "ntk" and lanes > 2:  # a single pair has frequency 1 under every base
+        base = base * factor ** (lanes / (lanes - 2))
+    out = np.zeros(pairs)
+    for i in range(pairs):
+        theta = base ** (-2 * i / lanes)
+        gamma = 1.0
+        if scaling == "linear":
+            gamma = 0.0
+        if scaling == "by_parts":
+            wavelength = 2 * math.pi / theta
+            gamma = (rotary["original_len"] / wavelength - rotary["slow"]) / (rotary["fast"] - rotary["slow"])
+        if scaling == "yarn":
+            # The pair whose wavelength is original_len / turns, solved for i.
+            low, high = (
+                lanes * math.log(rotary["original_len"] / (2 * math.pi * turns)) / (2 * math.log(base))
+                for turns in (rotary["fast"], rotary["slow"])
+            )
+            low, high = max(math.floor(low), 0), min(math.ceil(high), lanes - 1)
+            gamma = 1 - (i - low) / (high - low) if high > low else float(i <= low)
+        gamma = min(max(gamma, 0.0), 1.0)
+        out[i] = gamma * theta + (1 - gamma) * theta / factor
+    return out, magnitude
+
+
+def rotary(
+    x: Array,
+    positions: Array,
+    base: float = 10000.0,
+    *,
+    interleaved: bool = False,
+    frequencies: Array | None = None,
+    magnitude: float = 1.0,
+) -> Array:
+    """Turns pair i of the lanes of x [B T N H] by the angle position * frequency_i, positions [B T].
+
+    Su et al. 2021, "RoFormer", equations 15 and 34, with frequency_i = base^(-2i/H) unless they are given. The paper
+    pairs lanes (2i, 2i+1): interleaved. The default pairs (i, i + pairs), which is the same rotation with the lanes of
+    each head permuted. Lanes beyond the pairs stay as they are.
     """
     x, H = f64(x), np.shape(x)[-1]
-    out = np.zeros_like(x)
-    for i in range(H // 2):
-        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + H // 2)
-        angle = f64(positions)[:, :, None] * base ** (-2 * i / H)
-        out[..., a] = x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle)
-        out[..., b] = x[..., b] * np.cos(angle) + x[..., a] * np.sin(angle)
+    if frequencies is None:
+        frequencies = np.array([base ** (-2 * i / H) for i in range(H // 2)])
+    out = x.copy()
+    for i, frequency in enumerate(frequencies):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + len(frequencies))
+        angle = f64(positions)[:, :, None] * frequency
+        out[..., a] = magnitude * (x[..., a] * np.cos(angle) - x[..., b] * np.sin(angle))
+        out[..., b] = magnitude * (x[..., b] * np.cos(angle) + x[..., a] * np.sin(angle))
+    return out
+
+
+def alibi_slopes(N: int) -> Array:
+    """2^(-8/N), 2^(-16/N), ... for N a power of two (Press et al. 2022, section 3).
+
+    Otherwise those of the power of two below N, then the first, third, ... of twice that power (their published code).
+    """
+    if N & (N - 1) == 0:
+        return np.array([2.0 ** (-8.0 * (n + 1) / N) for n in range(N)])
+    power = 2 ** int(math.log2(N))
+    return np.concatenate([alibi_slopes(power), alibi_slopes(2 * power)[0::2][: N - power]])
+
+
+def alibi(q_positions: Array, kv_positions: Array, N: int) -> Array:
+    """-slope_n * |q - kv|, [B N T S] (Press et al. 2022, section 3)."""
+    distance = abs(np.asarray(q_positions)[:, None, :, None] - np.asarray(kv_positions)[:, None, None, :])
+    return -alibi_slopes(N)[:, None, None] * distance
+
+
+def relative_bucket(distance: int, buckets: int, reach: int, two_sided: bool) -> int:
+    """The bucket of q - kv = distance (Raffel et al. 2020, section 2.1, and the code of their models).
+
+    Half of the buckets count distances one by one; in the others the distance grows in equal factors up to `reach`.
+    Two-sided: keys after the query have the upper half of all buckets; one-sided: they count as distance 0.
+    """
+    if two_sided:
+        side = buckets // 2
+        return (side if distance < 0 else 0) + relative_bucket(abs(distance), side, reach, False)
+    distance, exact = max(distance, 0), buckets // 2
+    if distance < exact:
+        return distance
+    # A little is added before rounding down: the logarithms of exact powers are exact only in the mathematics.
+    share = math.log(distance / exact) / math.log(reach / exact)
+    return min(exact + math.floor(share * (buckets - exact) + 1e-9), buckets - 1)
+
+
+def relative(q_positions: Array, kv_positions: Array, table: Array, reach: int, two_sided: bool) -> Array:
+    """table [R N] looked up by the bucket of q - kv: [B N T S]."""
+    q, kv, table = np.asarray(q_positions), np.asarray(kv_positions), f64(table)
+    out = np.zeros((len(q), table.shape[1], q.shape[1], kv.shape[1]))
+    for b, t, s in np.ndindex(len(q), q.shape[1], kv.shape[1]):
+        out[b, :, t, s] = table[relative_bucket(int(q[b, t] - kv[b, s]), len(table), reach, two_sided)]
     return out
 
 
@@ -194,25 +289,58 @@ def norm(x: Array, p: Params, config: Params) -> Array:
     return layernorm(x, p["scale"], p.get("bias"), config["norm_eps"])
 
 
+def of_layer(pattern: Any, i: int) -> Any:
+    """The entry of layer i in a pattern that repeats over the layers, or what is the same in all of them."""
+    return pattern[i % len(pattern)] if isinstance(pattern, list | tuple) else pattern
+
+
 def multi_head(
-    x: Array, y: Array, p: Params, config: Params, x_positions: Array, y_positions: Array, ok: Array
+    x: Array,
+    y: Array,
+    p: Params,
+    config: Params,
+    x_positions: Array,
+    y_positions: Array,
+    ok: Array,
+    bias: Array | None = None,
+    layer: int = 0,
 ) -> Array:
-    """Multi-head attention with queries from x [B T D], keys and values from y [B S D] (Vaswani et al. 2017, 3.2.2)."""
+    """Multi-head attention with queries from x [B T D], keys and values from y [B S D] (Vaswani et al. 2017, 3.2.2).
+
+    qk_norm: each head of q and k is normalised before it is turned (Henry et al. 2020; Gemma 3 and Qwen 3, 2025).
+    """
     q = dense(x, p["q_proj"], "BTD,DNH->BTNH")
     k, v = (dense(y, p[name], "BSD,DKH->BSKH") for name in ("k_proj", "v_proj"))
+    if config["qk_norm"]:
+        q, k = norm(q, p["q_norm"], config), norm(k, p["k_norm"], config)
     if config["positions"] == "rotary":
-        q, k = rotary(q, x_positions, config["rotary_base"]), rotary(k, y_positions, config["rotary_base"])
+        how = of_layer(config["rotary"], layer)
+        turns, magnitude = rotary_frequencies(how, how["width"] or q.shape[-1])
+        q, k = (rotary(h, at, frequencies=turns, magnitude=magnitude) for h, at in ((q, x_positions), (k, y_positions)))
     scale = config["attention_scale"] or q.shape[-1] ** -0.5
-    return dense(attention(q, k, v, ok, scale=scale), p["o_proj"], "BTNH,NHD->BTD")
+    z = attention(q, k, v, ok, bias, scale=scale, softcap=config["softcap"])
+    return dense(z, p["o_proj"], "BTNH,NHD->BTD")
 
 
-def block(x: Array, p: Params, config: Params, positions: Array, ok: Array) -> Array:
+def score_bias(params: Params, config: Params, positions: Array, causal: bool) -> Array | None:
+    """What a stack adds to the scores of its self-attention, [B N T T]."""
+    if config["positions"] == "alibi":
+        return alibi(positions, positions, config["num_heads"])
+    if config["positions"] == "relative":
+        table = params["relative_bias"]["embedding"]
+        return relative(positions, positions, table, config["relative_reach"], two_sided=not causal)
+    return None
+
+
+def block(
+    x: Array, p: Params, config: Params, positions: Array, ok: Array, bias: Array | None = None, layer: int = 0
+) -> Array:
     """Self-attention, then the feed-forward layer, each with its norm and residual.
 
     post: norm(x + f(x)) (Vaswani et al. 2017, section 3.1). pre: x + f(norm(x)) (Xiong et al. 2020, table 1).
     """
     sublayers = {
-        "attn": lambda h: multi_head(h, h, p["attn"], config, positions, positions, ok),
+        "attn": lambda h: multi_head(h, h, p["attn"], config, positions, positions, ok, bias, layer),
         "mlp": lambda h: mlp(h, p["mlp"], config["activation"]),
     }
     for name, f in sublayers.items():
@@ -237,7 +365,14 @@ def embed(params: Params, config: Params, ids: Array, positions: Array) -> Array
 
 
 def decoder(
-    params: Params, config: Params, ids: Array, positions: Any = None, segments: Any = None, *, with_streams=False
+    params: Params,
+    config: Params,
+    ids: Array,
+    positions: Any = None,
+    segments: Any = None,
+    *,
+    prefix: Any = None,
+    with_streams: bool = False,
 ) -> Any:
     """Logits [B T V] of a decoder-only language model; only those at positions >= 0 mean anything.
 
@@ -248,10 +383,12 @@ def decoder(
     if positions is None:
         positions = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
         positions = positions if segments is None else positions_from_segments(segments)
-    ok = allowed(positions, positions, segments, segments, causal=True)
+    bias = score_bias(params["decoder"], config, positions, causal=True)
     streams = [embed(params, config, ids, positions)]
     for i in range(config["num_layers"]):
-        streams.append(block(streams[-1], params["decoder"][f"layers_{i}"], config, positions, ok))
+        window = of_layer(config["window"], i)
+        ok = allowed(positions, positions, segments, segments, causal=True, window=window, prefix=prefix)
+        streams.append(block(streams[-1], params["decoder"][f"layers_{i}"], config, positions, ok, bias, i))
     hidden = streams[-1]
     if config["residual"] == "pre":
         hidden = norm(hidden, params["decoder"]["final_norm"], config)

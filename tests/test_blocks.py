@@ -1,5 +1,7 @@
 """Attention with its projections, the residual arrangements, and dropout, which differs wherever it is drawn."""
 
+import dataclasses
+
 import draw
 import flax.linen as nn
 import jax
@@ -11,7 +13,7 @@ from flax import nnx
 from tolerances import FLOAT32
 
 import jaxformer as jf
-from jaxformer.blocks import RESIDUAL, Attention, Block, Stack
+from jaxformer.blocks import RESIDUAL, Attention, Block, Layer, Stack
 
 
 @pytest.mark.parametrize("positions", ["none", "rotary"])
@@ -65,7 +67,7 @@ ONES = {"attn": "o_proj", "mlp": "down_proj"}
 
 def masks_of(scan, sublayer, key, B=2):
     """What a sublayer whose output is all ones adds to the stream in each layer: 2 where it is kept, [L B T D]."""
-    model = jf.build(DROP if not scan else jf.Config(**(DROP.to_dict() | {"scan_layers": True})))
+    model = jf.build(dataclasses.replace(DROP, scan_layers=scan))
     params = jax.tree.map(jnp.zeros_like, draw.params(jf.build(DROP)))
     for i in range(4):
         params["decoder"][f"layers_{i}"][sublayer][ONES[sublayer]]["bias"] += 1
@@ -125,14 +127,14 @@ def test_a_rate_of_zero_makes_the_key_irrelevant(scan):
 def test_a_block_works_inside_of_nnx(rng):
     x, at = jnp.asarray(rng.normal(size=(2, 4, 16)), jnp.float32), jnp.arange(4)[None]
 
-    class Layer(nn.Module):
+    class One(nn.Module):
         @nn.compact
         def __call__(self, x):
-            (y, _), _ = Block(draw.tiny())((x, None), 0, at, jf.Mask(at, at, causal=True))
+            (y, _), _ = Block(draw.tiny())((x, None), Layer(0), at, jf.Mask(at, at, causal=True))
             return y
 
-    bridged = nnx.bridge.ToNNX(Layer(), rngs=nnx.Rngs(0)).lazy_init(x)
+    bridged = nnx.bridge.ToNNX(One(), rngs=nnx.Rngs(0)).lazy_init(x)
     params = jax.tree.map(lambda leaf: leaf.get_value(), bridged.Block_0, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    draw.close(bridged(x), Layer().apply({"params": {"Block_0": params}}, x), FLOAT32)
+    draw.close(bridged(x), One().apply({"params": {"Block_0": params}}, x), FLOAT32)
     gradient = nnx.grad(lambda module: module(x).sum())(bridged)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 import jaxformer as jf
-from jaxformer import blocks, config, layers, models, positions
+from jaxformer import biases, blocks, config, layers, models, positions
 
 NEEDED = ("vocab_size", "max_len", "d_model", "num_layers", "num_heads")
 SIZES = (*NEEDED, "num_kv_heads", "d_head", "d_ff")
@@ -56,11 +56,12 @@ def test_every_choice_has_a_meaning_and_every_meaning_a_choice():
         config.Residual: blocks.RESIDUAL,
         config.Norm: layers.NORMS,
         config.Activation: layers.ACTIVATIONS,
-        config.Positions: positions.ADD | positions.ROTATE | dict.fromkeys(("none", "learned")),
+        config.Positions: positions.ADD | positions.ROTATE | biases.BIAS | dict.fromkeys(("none", "learned")),
+        config.Scaling: positions.SCALINGS,
     }
     for choices, table in tables.items():
         assert set(get_args(choices)) == set(table)
-    assert not set(positions.ADD) & set(positions.ROTATE)
+    assert not set(positions.ADD) & set(positions.ROTATE) | set(positions.ADD | positions.ROTATE) & set(biases.BIAS)
 
 
 @as_a_user
@@ -90,7 +91,7 @@ def test_sizes_without_a_default_cannot_be_none(name):
 
 
 @as_a_user
-@pytest.mark.parametrize("name", ["embed_scale", "gated", "bias", "tie_embeddings", "scan_layers"])
+@pytest.mark.parametrize("name", ["qk_norm", "embed_scale", "gated", "bias", "tie_embeddings", "scan_layers"])
 @pytest.mark.parametrize("value", [0, 1, None, "true"])
 def test_flags_are_booleans(name, value):
     with pytest.raises(ValueError, match=rf"^{name}={value!r} must be true or false$"):
@@ -98,7 +99,7 @@ def test_flags_are_booleans(name, value):
 
 
 @as_a_user
-@pytest.mark.parametrize("name", ["norm_eps", "rotary_base", "attention_scale"])
+@pytest.mark.parametrize("name", ["norm_eps", "softcap", "attention_scale"])
 @pytest.mark.parametrize("value", [0.0, -1e-5, math.inf, math.nan, "1", True])
 def test_factors_are_positive_and_finite(name, value):
     with pytest.raises(ValueError, match=rf"^{name}={value!r} must be a positive finite number$"):
@@ -106,10 +107,11 @@ def test_factors_are_positive_and_finite(name, value):
 
 
 @as_a_user
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
 @pytest.mark.parametrize("value", [-0.1, 1, 1.5, math.nan, None, False])
-def test_dropout_is_a_rate_below_one(value):
-    with pytest.raises(ValueError, match=rf"^dropout={value!r} must be a number from 0"):
-        draw.tiny(dropout=value)
+def test_dropout_is_a_rate_below_one(name, value):
+    with pytest.raises(ValueError, match=rf"^{name}={value!r} must be a number from 0"):
+        draw.tiny(**{name: value})
 
 
 @as_a_user
@@ -122,12 +124,58 @@ def test_dropout_is_a_rate_below_one(value):
         ({"d_head": 3}, "but d_head=3 is odd; make it even"),
         ({"d_model": 12}, "but d_head=3 is odd; make it even"),
         ({"positions": "sinusoidal", "d_model": 15, "d_head": 4}, "but d_model=15 is odd; make it even"),
+        (
+            {"rotary": jf.Rotary(width=6)},
+            r"rotary.width=\[6\]: all layers turn the same number of lanes, at most d_head=4",
+        ),
+        ({"rotary": (jf.Rotary(width=2), jf.Rotary())}, r"rotary.width=\[2, 4\]: all layers"),
+        ({"rotary": jf.Rotary(width=3)}, "but rotary.width=3 is odd; make it even"),
+        ({"rotary": ()}, r"rotary=\(\) is no pattern"),
+        ({"rotary": {"base": 1.0}}, "must be a Rotary"),
+        ({"window": ()}, r"window=\(\) is no pattern"),
+        ({"window": (3, 0)}, "window=0 must be an integer of at least 1"),
+        ({"window": 2.0}, "window=2.0 must be an integer of at least 1"),
+        ({"positions": "relative", "relative_buckets": 7}, "relative_buckets=7 must be even and at least 4"),
+        ({"positions": "relative", "relative_buckets": 2}, "relative_buckets=2 must be even and at least 4"),
+        ({"positions": "relative", "relative_reach": 16}, "relative_reach=16 beyond the half of them"),
         ({"attention": None}, "attention=None must be the name of an implementation"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_both_numbers_and_the_remedy(fields, message):
     with pytest.raises(ValueError, match=message):
         draw.tiny(**fields)
+
+
+@as_a_user
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"base": 0.0}, "rotary.base=0.0 must be a positive finite number"),
+        ({"factor": math.inf}, "rotary.factor=inf must be a positive finite number"),
+        ({"factor": 0.5}, "rotary.factor=0.5 would shorten the context; it must be at least 1"),
+        ({"width": 0}, "rotary.width=0 must be an integer of at least 1"),
+        ({"scaling": "dynamic"}, r"scaling='dynamic' is unknown; choose one of \['none', 'linear'"),
+        ({"scaling": "yarn", "factor": 4.0}, "scaling='yarn' needs original_len"),
+        ({"scaling": "by_parts", "original_len": 2.0}, "rotary.original_len=2.0 must be an integer"),
+        ({"slow": 4.0, "fast": 4.0}, "rotary.slow=4.0 must be below rotary.fast=4.0"),
+    ],
+)
+def test_rotary_positions_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        jf.Rotary(**fields)
+
+
+@as_a_user
+def test_unknown_fields_of_rotary_positions_are_named():
+    with pytest.raises(ValueError, match=r"'rotary' has unknown fields \['theta'\]"):
+        jf.Config.from_dict(draw.tiny().to_dict() | {"rotary": {"theta": 1e4}})
+
+
+def test_patterns_repeat_over_the_layers():
+    made = draw.tiny(num_layers=5, window=(3, None), rotary=(jf.Rotary(base=10.0), jf.Rotary(), jf.Rotary(base=20.0)))
+    assert made.windows == (3, None, 3, None, 3)
+    assert [rotary.base for rotary in made.rotaries] == [10.0, 10000.0, 20.0, 10.0, 10000.0]
+    assert draw.tiny(window=4).windows == (4, 4)
 
 
 def test_odd_widths_are_fine_where_no_lanes_are_paired():

@@ -13,9 +13,15 @@ from hypothesis import strategies as st
 from tolerances import BFLOAT16, FAR, FLOAT32
 
 import jaxformer as jf
-from jaxformer.positions import rotary, sinusoidal
+from jaxformer import positions
+from jaxformer.positions import frequencies, sinusoidal
 
 HALF_ULP = 2**-8  # rounding to bfloat16 of a number of at most 1
+
+
+def rotary(x, at, **fields):
+    """x turned as a Rotary of these fields says."""
+    return positions.rotary(x, at, frequencies(jf.Rotary(**fields), x.shape[-1]))
 
 
 def unit_pairs(H, dtype="float32"):
@@ -90,7 +96,7 @@ def test_sinusoids_are_the_oracles(width):
 
 
 def test_odd_widths_are_refused():
-    with pytest.raises(ValueError, match="the head width is 5; make it even"):
+    with pytest.raises(ValueError, match="but 5 lanes are to turn; make it even"):
         rotary(jnp.ones((1, 1, 1, 5)), jnp.zeros((1, 1), int), base=100.0)
     with pytest.raises(ValueError, match="the width is 7; make it even"):
         sinusoidal(jnp.zeros((1, 1), int), 7)
@@ -118,8 +124,8 @@ def test_only_differences_of_rotary_positions_matter_to_a_model():
 
 
 def test_rotary_base_and_head_width_come_from_the_config():
-    made, params = draw.model(positions="rotary", rotary_base=100.0)
-    other = jf.build(dataclasses.replace(made.config, rotary_base=200.0))
+    made, params = draw.model(positions="rotary", rotary=jf.Rotary(base=100.0))
+    other = jf.build(dataclasses.replace(made.config, rotary=jf.Rotary(base=200.0)))
     ids = draw.ids(1, 6)
     for model in (made, other):
         draw.close(draw.logits(model, params, ids), oracle.decoder(params, model.config.to_dict(), ids), FLOAT32)

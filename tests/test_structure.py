@@ -14,13 +14,13 @@ import jaxformer as jf
 
 ROOT = Path(__file__).parent.parent
 LEVELS = [
-    ["config", "masks", "trees", "cache", "taps", "sharding"],
+    ["config", "presets", "masks", "trees", "cache", "taps", "sharding"],
     [
         *("attention." + name for name in ("bias", "dropout", "einsum", "online", "grid", "chunked", "cached")),
         "attention",
     ],
     ["losses", "sampling", "optim"],
-    ["layers", "positions", "blocks", "models"],
+    ["layers", "positions", "biases", "blocks", "models"],
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint", "cli"],
     ["jaxformer"],
 ]
@@ -92,8 +92,8 @@ def words(node):
 
 
 def family_names(name, tree):
-    # The presets are the one place: assignments of config.py outside of classes and functions.
-    body = [node for node in tree.body if name != "config" or not isinstance(node, ast.Assign | ast.AnnAssign)]
+    # The presets are the one place: assignments of presets.py outside of classes and functions.
+    body = [node for node in tree.body if name != "presets" or not isinstance(node, ast.Assign | ast.AnnAssign)]
     return [word for node in body for word in words(node) if FAMILY.search(word)]
 
 
@@ -108,13 +108,13 @@ CODE = ["if x == 'gpt2': y", "class LlamaBlock: x", "def f(bert_mode=1): x", "x.
 @pytest.mark.parametrize("code", CODE)
 def test_the_search_finds_families(code):
     assert family_names("blocks", ast.parse(code))
-    assert family_names("config", ast.parse(f"def f():\n  {code}"))
+    assert family_names("presets", ast.parse(f"def f():\n  {code}"))
 
 
 def test_the_search_leaves_other_words_and_prose_alone():
     code = '"""As GPT-2 does."""\nhilbert = optimizer.opt_state["start5"]\n"""LLaMA again."""\ndef f():\n  "T5."'
     assert family_names("blocks", ast.parse(code)) == []
-    assert family_names("config", ast.parse("_GPT2 = 1\nPRESETS: dict = {'bert': 2}")) == []
+    assert family_names("presets", ast.parse("_GPT2 = 1\nPRESETS: dict = {'bert': 2}")) == []
 
 
 # Size and prose -------------------------------------------------------------------------------------------------------

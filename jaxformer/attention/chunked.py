@@ -17,6 +17,7 @@ import numpy as np
 from einops import rearrange
 from jaxtyping import Array, Float
 
+from jaxformer.attention.bias import PositionBias
 from jaxformer.attention.dropout import Dropout, keep_weights
 from jaxformer.attention.einsum import softcapped
 from jaxformer.attention.grid import Grid, make_grid, padded, worklist
@@ -181,13 +182,21 @@ def _add_bias_gradient(total: Any, terms: Terms, da: Float[Array, "B K G t s"], 
         return None
     da = rearrange(da, "B K G t s -> B (K G) t s")
     if callable(terms.bias):
-        block, pull = jax.vjp(lambda bias: _bias_block(bias, terms.grid, i, j), terms.bias)
-        (gradient,) = pull(da if block.shape[0] == da.shape[0] else da.sum(axis=0, keepdims=True))
-        return jax.tree.map(jnp.add, total, gradient)
+        return jax.tree.map(jnp.add, total, _pulled_back(terms.bias, terms.grid, da, i, j))
     if total.shape[0] == 1:
         da = da.sum(axis=0, keepdims=True)
     at = (0, 0, i * da.shape[2], j * da.shape[3])
     return jax.lax.dynamic_update_slice(total, jax.lax.dynamic_slice(total, at, da.shape) + da, at)
+
+
+def _pulled_back(bias: Any, grid: Grid, da: Float[Array, "B N t s"], i: Array, j: Array) -> Any:
+    """Returns the gradient of a function of positions from that of its block, which may be one for all rows."""
+    block, pull = jax.vjp(lambda bias: _bias_block(bias, grid, i, j), bias)
+    if block.shape[0] != da.shape[0]:
+        da = da.sum(axis=0, keepdims=True)
+    if isinstance(bias, PositionBias):
+        return bias.pullback(grid.q_positions[i], grid.kv_positions[j], da)
+    return pull(da)[0]
 
 
 _attend.defvjp(_forward, _backward)
