@@ -14,7 +14,7 @@ from tolerances import BFLOAT16, CACHED
 import jaxformer as jf
 from jaxformer.sampling import chain, temperature, top_p
 
-SCHEMES = ("none", "learned", "sinusoidal", "rotary")
+SCHEMES = ("none", "learned", "sinusoidal", "rotary", "alibi", "relative")
 A, B = [3, 17, 8], [5, 5, 20, 11, 2, 9, 24]
 NEW = 8
 SAMPLED = {"sampler": chain(temperature(1.5), top_p(0.95)), "key": jax.random.key(7)}

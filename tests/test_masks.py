@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jaxformer as jf
-from jaxformer.masks import positions_from_segments
+from jaxformer.masks import documents, positions_from_segments
 
 
 def ints(low, high, *shape):
@@ -21,16 +21,65 @@ def masks(draw):
     B, T, S = 2, 4, 5
     q, kv = (draw(ints(-1, 7, draw(st.sampled_from([1, B])), size)) for size in (T, S))
     segments = (draw(ints(0, 2, B, T)), draw(ints(0, 2, B, S))) if draw(st.booleans()) else (None, None)
-    return (q, kv, *segments), {"causal": draw(st.booleans()), "window": draw(st.none() | st.integers(1, 5))}
+    causal, window = draw(st.booleans()), draw(st.none() | st.integers(1, 5))
+    prefix = draw(ints(0, 6, B, draw(st.sampled_from([1, T])))) if causal and draw(st.booleans()) else None
+    return (q, kv, *segments), {"causal": causal, "window": window, "prefix": prefix}
 
 
 @given(masks())
 @settings(deadline=None)
 def test_a_mask_is_its_definition(arguments):
-    arrays, static = arguments
-    dense = jf.Mask(*(None if x is None else jnp.asarray(x) for x in arrays), **static).dense()
-    assert dense.dtype == bool
-    np.testing.assert_array_equal(dense, oracle.allowed(*arrays, **static))
+    arrays, options = arguments
+    given_options = options | {"prefix": None if options["prefix"] is None else jnp.asarray(options["prefix"])}
+    mask = jf.Mask(*(None if x is None else jnp.asarray(x) for x in arrays), **given_options)
+    expected = np.broadcast_to(oracle.allowed(*arrays, **options), np.broadcast_shapes(mask.dense().shape))
+    assert mask.dense().dtype == bool
+    np.testing.assert_array_equal(mask.dense(), expected)
+    if options["window"] is not None:  # a window that is traced hides the same
+        traced = jf.Mask(mask.q_positions, mask.kv_positions, mask.q_segments, mask.kv_segments, mask.is_causal,
+                         jnp.asarray(options["window"]), prefix=mask.prefix)  # fmt: skip
+        np.testing.assert_array_equal(jax.jit(jf.Mask.dense)(traced), expected)
+
+
+@given(masks(), st.none() | st.integers(1, 5))
+@settings(deadline=None)
+def test_a_narrowed_mask_has_both_windows(arguments, window):
+    arrays, options = arguments
+    options = options | {"prefix": None if options["prefix"] is None else jnp.asarray(options["prefix"])}
+    mask = jf.Mask(*(None if x is None else jnp.asarray(x) for x in arrays), **options)
+    both = mask.dense()
+    if window is not None:
+        prefix = options["prefix"]
+        both &= jf.Mask(mask.q_positions, mask.kv_positions, None, None, mask.is_causal, window, prefix=prefix).dense()
+    np.testing.assert_array_equal(mask.narrowed(window).dense(), both)
+    assert mask.narrowed(window).window == min((w for w in (window, mask.window) if w is not None), default=None)
+    if window is not None:
+        np.testing.assert_array_equal(mask.narrowed(jnp.asarray(window)).dense(), both)
+
+
+def test_a_prefix_sees_itself_whole_and_the_rest_only_what_is_before():
+    dense = jf.Mask.prefix_lm(jnp.asarray([2, 0]), 4).dense()[:, 0]
+    np.testing.assert_array_equal(dense[0], [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]])
+    np.testing.assert_array_equal(dense[1], np.tril(np.ones((4, 4))))
+
+
+def test_windows_and_positions_of_any_size_do_not_overflow():
+    far = jnp.asarray([[2**30 - 1]])
+    for causal in (True, False):
+        assert jf.Mask(far, far, causal=causal, window=2**31 - 1).dense().all()
+        assert jf.Mask(far, far, causal=causal, window=jnp.asarray(2**31 - 1)).dense().all()
+    assert jf.Mask(far, far).dense().all()
+
+
+@given(ints(0, 3, 3, 7))
+@settings(deadline=None)
+def test_each_run_of_one_segment_number_is_a_document(segments):
+    numbers = documents(jnp.asarray(segments))
+    np.testing.assert_array_equal(numbers == 0, segments == 0)
+    np.testing.assert_array_equal(numbers[:, 1:] == numbers[:, :-1], segments[:, 1:] == segments[:, :-1])
+    for row in np.asarray(numbers):
+        runs = [number for i, number in enumerate(row) if number and (i == 0 or row[i - 1] != number)]
+        assert len(runs) == len(set(runs))
 
 
 @given(ints(0, 3, 3, 7))
@@ -110,6 +159,11 @@ def test_a_mask_says_what_it_is():
         ({"kv_positions": jnp.ones((3, 4), int)}, r"have \[2, 3\] rows"),
         ({"window": 0}, "window=0 hides every key; it counts the token itself, so it must be at least 1"),
         ({"window": -1}, "window=-1 hides every key"),
+        (
+            {"prefix": jnp.ones((2, 1), int)},
+            "a prefix lifts the causal order from the first positions; give causal",
+        ),
+        ({"prefix": jnp.ones((2, 2), int), "causal": True}, r"prefix has shape \(2, 2\); it must be \[batch, 1\] or"),
     ],
 )
 def test_what_is_no_mask_is_refused(change, message, unchecked):

@@ -12,7 +12,7 @@ from tolerances import BFLOAT16, CACHED
 
 import jaxformer as jf
 
-SCHEMES = ["none", "learned", "sinusoidal", "rotary"]
+SCHEMES = ["none", "learned", "sinusoidal", "rotary", "alibi", "relative"]
 CAPACITY = 11  # more than the text, and no multiple of the block
 IDS = draw.ids(2, 8)
 TEXT = np.arange(8)
@@ -69,6 +69,9 @@ def test_cached_logits_are_the_full_logits(scheme, scan, padding, cut):
 @pytest.mark.parametrize("fields", [
     {"residual": "post", "norm": "rmsnorm", "gated": True, "bias": False, "num_kv_heads": 1, "tie_embeddings": False},
     {"num_kv_heads": None, "attention_scale": 0.9, "embed_scale": True, "d_head": 6},
+    {"window": (3, None), "qk_norm": True, "softcap": 2.0, "rotary": (jf.Rotary(base=9.0), jf.Rotary(base=90.0))},
+    {"window": (3, None), "rotary": (jf.Rotary(base=9.0), jf.Rotary(base=90.0)), "scan_layers": True},
+    {"window": 3, "positions": "alibi"},
 ])  # fmt: skip
 def test_cached_logits_are_the_full_logits_of_other_models(fields):
     model, params = draw.model(**fields)

@@ -2,6 +2,7 @@
 one arithmetic in a loop and in a scan.
 """
 
+import dataclasses
 from functools import partial
 
 import draw
@@ -16,7 +17,7 @@ from tolerances import FLOAT32
 
 import jaxformer as jf
 
-SCHEMES = ["none", "learned", "sinusoidal", "rotary"]
+SCHEMES = ["none", "learned", "sinusoidal", "rotary", "alibi", "relative"]
 SAME = 1e-6  # two programs of the same arithmetic
 IDS = draw.ids(2, 6)
 
@@ -150,7 +151,7 @@ def test_only_positions_know_the_order(model):
     full = jf.Mask.full(6, 6)
     logits = draw.logits(model, params, IDS, mask=full)
     at = jnp.asarray(order)[None]
-    draw.close(draw.logits(model, params, IDS[:, order], at, mask=full), logits[:, order], FLOAT32)
+    draw.close(draw.logits(model, params, IDS[:, order], at, mask=jf.Mask(at, at)), logits[:, order], FLOAT32)
     moved = abs(draw.logits(model, params, IDS[:, order], mask=full) - logits[:, order]).max()
     assert moved < FLOAT32 if model.config.positions == "none" else moved > 100 * FLOAT32
 
@@ -164,8 +165,7 @@ def test_rows_of_a_batch_do_not_know_each_other(model):
 @given(draw.configs())
 @settings(deadline=None, max_examples=4, derandomize=True)  # each compiles: the same ones can come from the cache
 def test_a_scan_of_any_config_is_its_loop(config):
-    fields = config.to_dict() | {"dtype": "float32"}
-    loop, scan = (jf.build(jf.Config(**(fields | {"scan_layers": scan}))) for scan in (False, True))
+    loop, scan = (jf.build(dataclasses.replace(config, dtype="float32", scan_layers=scan)) for scan in (False, True))
     params = draw.params(loop)
     stacked = jf.trees.stack_layers(params)
     assert jax.tree.map(jnp.shape, stacked) == jax.tree.map(jnp.shape, draw.params(scan))
@@ -184,3 +184,14 @@ def test_a_scan_has_the_gradients_of_its_loop():
     gradient = jax.jit(jax.grad(loss), static_argnums=1)
     by_loop, by_scan = gradient(params, loop), gradient(jf.trees.stack_layers(params), scan)
     jax.tree.map(lambda a, b: draw.close(a, b, SAME), by_scan, jf.trees.stack_layers(by_loop))
+
+
+def test_patterns_over_the_layers_are_the_same_in_a_scan():
+    fields = {"num_layers": 5, "window": (2, None, 4), "rotary": (jf.Rotary(base=9.0), jf.Rotary(base=90.0, width=4))}
+    loop, scan = (jf.build(draw.tiny(**fields, scan_layers=scan)) for scan in (False, True))
+    params = draw.params(loop)
+    expected = draw.logits(loop, params, IDS)
+    draw.close(draw.logits(scan, jf.trees.stack_layers(params), IDS), expected, SAME * max(1, abs(expected).max()))
+    for change in ({"window": None}, {"window": (2, None)}, {"rotary": jf.Rotary(base=9.0)}):
+        other = jf.build(dataclasses.replace(loop.config, **change))
+        assert abs(draw.logits(other, params, IDS) - expected).max() > 100 * FLOAT32

@@ -43,6 +43,20 @@ COVERING = {
     "one layer, one head, four times the width": {
         "num_layers": 1, "num_heads": 1, "num_kv_heads": None, "d_ff": None, "embed_scale": True, "residual": "post",
     },
+    "slopes, windows by layer": {
+        "positions": "alibi", "num_heads": 6, "num_kv_heads": 3, "d_head": 4, "window": (3, None), "num_layers": 3,
+    },
+    "a table of distances, capped scores of normed heads": {
+        "positions": "relative", "relative_buckets": 4, "relative_reach": 4, "qk_norm": True, "softcap": 2.0,
+        "bias": False, "residual": "post",
+    },
+    "turns by layer, of some lanes": {
+        "rotary": (jf.Rotary(base=50.0, width=2), jf.Rotary(base=9.0, width=2, scaling="linear", factor=4.0)),
+        "window": (2, None), "num_layers": 3, "norm": "rmsnorm", "qk_norm": True, "gated": True,
+    },
+    "a window everywhere, stretched turns": {
+        "rotary": jf.Rotary(base=100.0, scaling="yarn", factor=4.0, original_len=512), "window": 2, "d_head": 16,
+    },
 }  # fmt: skip
 IDS = draw.ids(2, 6)
 
@@ -84,7 +98,7 @@ def test_logits_of_any_config_are_the_oracles(config):
     draw.close(draw.logits(model, params, ids) / scale, expected / scale, FLOAT32)
 
 
-@pytest.mark.parametrize("positions", ["none", "learned", "sinusoidal", "rotary"])
+@pytest.mark.parametrize("positions", ["none", "learned", "sinusoidal", "rotary", "alibi", "relative"])
 def test_positions_and_segments_are_the_oracles(positions):
     model, params = draw.model(positions=positions)
     at = np.array([[-1, -1, 0, 1, 2, 3], [3, 4, 5, 6, -1, -1]])
@@ -123,6 +137,21 @@ def test_a_new_model_is_close_to_uniform_and_every_parameter_can_learn(name):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
         silent = {jf.trees.path_name(path) for path, g in jax.tree.leaves_with_path(gradients) if not g.any()}
         assert silent <= {"decoder/layers_0/attn/k_proj/bias"}  # it moves all scores of a query alike
+
+
+@pytest.mark.parametrize("positions", ["rotary", "alibi", "relative"])
+def test_a_prefix_is_the_oracles(positions):
+    model, params = draw.model(positions=positions)
+    logits = draw.logits(model, params, IDS, mask=jf.Mask.prefix_lm(jnp.asarray([3, 0]), 6))
+    draw.close(logits, expected_logits(model, params, IDS, prefix=np.array([3, 0])), FLOAT32)
+
+
+def test_segments_that_come_again_are_new_documents():
+    model, params = draw.model()
+    again, new = (jnp.asarray([numbers]) for numbers in ([1, 1, 2, 1, 1, 0], [1, 1, 2, 3, 3, 0]))
+    np.testing.assert_array_equal(
+        draw.logits(model, params, IDS[:1], segments=again), draw.logits(model, params, IDS[:1], segments=new)
+    )
 
 
 def test_hidden_states_and_their_logits_come_apart():

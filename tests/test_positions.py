@@ -137,3 +137,63 @@ def test_gradients_of_rotary_are_the_inverse_turn(rng):
     at = jnp.asarray([[1, 7, 30]])
     gradient = jax.grad(lambda x: (rotary(x, at, base=100.0) * y).sum())(x)
     draw.close(gradient, oracle.rotary(y, -np.asarray(at), 100.0), FLOAT32)
+
+
+# Longer contexts ------------------------------------------------------------------------------------------------------
+
+SCALINGS = {
+    "none": {},
+    "linear": {"factor": 8.0},
+    "ntk": {"factor": 4.0},
+    "by_parts": {"factor": 8.0, "original_len": 8192, "slow": 1.0, "fast": 4.0, "base": 500000.0},
+    "yarn": {"factor": 16.0, "original_len": 4096},
+    "yarn, fixed magnitude": {"scaling": "yarn", "factor": 40.0, "original_len": 4096, "magnitude": 0.9, "fast": 64.0},
+}
+
+
+@pytest.mark.parametrize("width", [2, 8, 64, 128])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scaled_frequencies_are_the_oracles(name, width, rng):
+    made = jf.Rotary(**{"scaling": name} | SCALINGS[name])
+    found = frequencies(made, width)
+    radians, magnitude = oracle.rotary_frequencies(dataclasses.asdict(made), width)
+    np.testing.assert_allclose(found.radians, radians, rtol=1e-6)
+    assert found.radians.dtype == np.float32
+    assert found.magnitude == pytest.approx(magnitude, rel=1e-6)
+    x, at = rng.normal(size=(2, 3, 2, width)).astype(np.float32), np.array([[0, 1, -1], [-1, 200, 5]])
+    turned = positions.rotary(jnp.asarray(x), jnp.asarray(at), found)
+    draw.close(turned, oracle.rotary(x, at, frequencies=radians, magnitude=magnitude), FAR)
+
+
+@pytest.mark.parametrize("name", [name for name in SCALINGS if name != "none"])
+def test_scalings_slow_the_slowest_lane_by_the_factor_and_the_fastest_not(name):
+    made = jf.Rotary(**{"scaling": name} | SCALINGS[name])
+    plain = frequencies(jf.Rotary(base=made.base), 128).radians
+    share = frequencies(made, 128).radians / plain
+    assert share[-1] == pytest.approx(1 / made.factor, rel=1e-5)
+    assert share[0] == pytest.approx(1 / made.factor if name == "linear" else 1, rel=1e-5)
+    assert (np.diff(share) <= 1e-6).all()
+
+
+def test_published_values_of_yarn_and_of_by_parts():
+    # Head of 64 lanes, base 500000, stretched 8 times from 8192 tokens: lane pair 14 is the first that is slowed.
+    share = (
+        frequencies(jf.Rotary(**SCALINGS["by_parts"] | {"scaling": "by_parts"}), 64).radians
+        / frequencies(jf.Rotary(base=500000.0), 64).radians
+    )
+    turns = 8192 * 500000.0 ** (-np.arange(0, 64, 2) / 64) / (2 * np.pi)
+    np.testing.assert_allclose(share[turns > 4], 1, rtol=1e-6)
+    np.testing.assert_allclose(share[turns < 1], 1 / 8, rtol=1e-6)
+    assert frequencies(jf.Rotary(scaling="yarn", factor=16.0, original_len=4096), 64).magnitude == pytest.approx(
+        1.2772589  # 0.1 ln 16 + 1
+    )
+
+
+@pytest.mark.parametrize("width", [2, 6])
+def test_lanes_beyond_the_width_stay_as_they_are(width, rng):
+    x, at = rng.normal(size=(1, 4, 2, 8)).astype(np.float32), np.array([[0, 3, 7, 1]])
+    turned = rotary(jnp.asarray(x), jnp.asarray(at), base=100.0, width=width)
+    np.testing.assert_array_equal(turned[..., width:], x[..., width:])
+    draw.close(turned[..., :width], oracle.rotary(x[..., :width], at, 100.0), FLOAT32)
+    with pytest.raises(ValueError, match=r"rotary.width=10 lanes are to turn, but the head has 8"):
+        frequencies(jf.Rotary(width=10), 8)
