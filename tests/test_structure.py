@@ -13,12 +13,10 @@ import pytest
 import jaxformer as jf
 
 ROOT = Path(__file__).parent.parent
+ATTENTION = ["bias", "dropout", "einsum", "online", "grid", "chunked", "cached", "sparse"]
 LEVELS = [
     ["config", "presets", "masks", "trees", "cache", "taps", "sharding"],
-    [
-        *("attention." + name for name in ("bias", "dropout", "einsum", "online", "grid", "chunked", "cached")),
-        "attention",
-    ],
+    [*(f"attention.{name}" for name in ATTENTION), "attention"],
     ["losses", "sampling", "optim"],
     ["layers", "positions", "biases", "blocks", "models"],
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint", "cli"],
