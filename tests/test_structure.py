@@ -15,7 +15,8 @@ import jaxformer as jf
 ROOT = Path(__file__).parent.parent
 LEVELS = [
     ["config", "masks", "trees", "cache", "taps", "sharding"],
-    ["attention.einsum", "attention.online", "attention.chunked", "attention.cached", "attention"],
+    ["attention.einsum", "attention.online", "attention.chunked", "attention.cached"],
+    ["attention.features", "attention.linear", "attention"],
     ["losses", "sampling", "optim"],
     ["layers", "positions", "blocks", "models"],
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint", "cli"],
