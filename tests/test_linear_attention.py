@@ -259,6 +259,8 @@ def test_memory_grows_linearly_with_length_forward_and_backward(kind):
 
     short, long = (temporary_bytes(T, partial(linear_attention, mask=mask(T), scale=1.0)) for T in (1024, 4096))
     assert long < 4.5 * short
+    # Less a token than one set of products with its chunk, for 2 heads in 2 directions: none is kept for the gradients.
+    assert (long - short) / 3072 < 2 * 2 * 4 * linear.CHUNK
     assert 10 * long < temporary_bytes(4096, partial(attention, mask=mask(4096), scale=1.0, implementation="einsum"))
 
 

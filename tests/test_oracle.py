@@ -83,7 +83,7 @@ def test_a_row_that_allows_nothing_is_zero():
 def test_linear_attention_weighs_by_products_of_features():
     q, k = np.array([0.0, -1.0]).reshape(1, 2, 1, 1), np.array([0.0, 1.0]).reshape(1, 2, 1, 1)
     v, causal = np.array([3.0, 6.0]).reshape(1, 2, 1, 1), np.tril(np.ones((1, 1, 2, 2), bool))
-    z = oracle.linear_attention(q, k, v, causal, scale=2.0)  # features of k: 1 and 2; the query's cancel in one lane
+    z = oracle.linear_attention(q, k, v, causal, scale=2.0)  # features of k: 1 and 2; the query's is a common factor
     close(z[0, :, 0, 0], [3.0, (1 * 3 + 2 * 6) / 3])
     two_lanes = oracle.linear_attention(
         np.array([0.0, math.log(0.5)]).reshape(1, 1, 1, 2),
