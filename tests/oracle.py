@@ -64,6 +64,29 @@ def attention(
     return (z, pattern) if with_pattern else z
 
 
+def elu_plus_one(x: Array) -> Array:
+    """elu(x) + 1 with alpha = 1 (Katharopoulos et al. 2020, equation 7; Clevert et al. 2015, equation 15)."""
+    x = f64(x)
+    return np.where(x > 0, x, np.exp(np.minimum(x, 0)) - 1) + 1
+
+
+def linear_attention(q: Array, k: Array, v: Array, allowed: Array, *, scale: float, feature_map: Any = elu_plus_one):
+    """z_t = sum_s w_ts v_s / sum_s w_ts with w_ts = phi(scale * q_t) . phi(k_s) over the allowed s; no weight gives 0.
+
+    Katharopoulos et al. 2020, "Transformers are RNNs", equations 4 and 9. Shapes and grouped queries as in attention().
+    """
+    q, k, v = f64(q), f64(k), f64(v)
+    B, T, N, _ = q.shape
+    S, K = k.shape[1:3]
+    allowed, z = np.broadcast_to(allowed, (B, N, T, S)), np.zeros(q.shape)
+    for b, n, t in np.ndindex(B, N, T):
+        keys, head = np.flatnonzero(allowed[b, n, t]), n // (N // K)
+        weights = feature_map(k[b, keys, head]) @ feature_map(scale * q[b, t, n])
+        if weights.sum() != 0:
+            z[b, t, n] = weights @ v[b, keys, head] / weights.sum()
+    return z
+
+
 def allowed(
     q_positions: Array,
     kv_positions: Array,

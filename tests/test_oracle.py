@@ -80,6 +80,22 @@ def test_a_row_that_allows_nothing_is_zero():
     np.testing.assert_array_equal(pattern[0, 0], [[0.5, 0.5], [0.0, 0.0]])
 
 
+def test_linear_attention_weighs_by_products_of_features():
+    q, k = np.array([0.0, -1.0]).reshape(1, 2, 1, 1), np.array([0.0, 1.0]).reshape(1, 2, 1, 1)
+    v, causal = np.array([3.0, 6.0]).reshape(1, 2, 1, 1), np.tril(np.ones((1, 1, 2, 2), bool))
+    z = oracle.linear_attention(q, k, v, causal, scale=2.0)  # features of k: 1 and 2; the query's is a common factor
+    close(z[0, :, 0, 0], [3.0, (1 * 3 + 2 * 6) / 3])
+    two_lanes = oracle.linear_attention(
+        np.array([0.0, math.log(0.5)]).reshape(1, 1, 1, 2),
+        np.array([[0.0, 1.0], [2.0, 0.0]]).reshape(1, 2, 1, 2),
+        np.array([[1.0, 0.0], [0.0, 1.0]]).reshape(1, 2, 1, 2),
+        np.ones((1, 1, 1, 2), bool),
+        scale=2.0,
+    )  # features of q: 1 and 1/4; of the keys: (1, 2) and (3, 1); weights 1.5 and 3.25
+    close(two_lanes[0, 0, 0], [1.5 / 4.75, 3.25 / 4.75])
+    assert not oracle.linear_attention(q, k, v, np.zeros((1, 1, 2, 2), bool), scale=1.0).any()
+
+
 @pytest.mark.parametrize(("N", "K"), [(4, 2), (6, 2), (8, 1), (3, 3)])
 def test_query_heads_share_key_value_heads_in_consecutive_groups(N, K):
     v = np.broadcast_to(10.0 * np.arange(1, K + 1)[None, None, :, None], (1, 3, K, 1))
