@@ -17,6 +17,7 @@ LEVELS = [
     ["config", "masks", "trees", "cache", "taps", "sharding"],
     [
         *("attention." + name for name in ("bias", "dropout", "einsum", "online", "grid", "chunked", "cached")),
+        *("attention." + name for name in ("indices", "splash", "cudnn")),
         "attention",
     ],
     ["losses", "sampling", "optim"],
