@@ -48,12 +48,17 @@ CASES = BY_LENGTHS | BY_ARRAY
 
 @pytest.fixture
 def on_gpu(monkeypatch):
-    """Passes for a GPU; XLA computes, in float32. Gives the list of what was asked for, call by call."""
+    """Passes for a GPU; XLA computes, in float32. Gives the list of what was asked for, call by call.
+
+    Queries behind the last one are NaN here, because cuDNN promises nothing of them.
+    """
     asked, attend = [], jax.nn.dot_product_attention
 
     def record(q, k, v, *arrays, **how):
-        asked.append({**how, "array": len(arrays) == 2})
-        return attend(*(x.astype("float32") for x in (q, k, v)), *arrays, **how).astype(q.dtype)
+        asked.append({**how, "arrays": arrays})
+        z = attend(*(x.astype("float32") for x in (q, k, v)), *arrays, **how).astype(q.dtype)
+        lengths = how.get("query_seq_lengths", jnp.full(len(q), q.shape[1]))
+        return jnp.where(jnp.arange(q.shape[1])[None, :, None, None] < lengths[:, None, None, None], z, jnp.nan)
 
     monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
@@ -107,15 +112,19 @@ def test_values_are_the_oracles_and_gradients_the_references(case, traced, bias_
     np.testing.assert_array_equal(z[empty], 0)
     np.testing.assert_array_equal(gradients[0][empty], 0)
     linear = case in BY_LENGTHS and bias_rows is None
-    assert [asked["array"] for asked in on_gpu] == [not linear]
+    assert [len(asked["arrays"]) for asked in on_gpu] == [0 if linear else 2]
 
 
 def test_only_padding_costs_lengths(on_gpu, rng):
     given, _ = inputs(rng, T, T, 2, 2)
-    for arrays, lengths in (((ROW, ROW), set()), ((LEFT, LEFT), {"query_seq_lengths", "key_value_seq_lengths"})):
-        cudnn_attention(*given[:3], make_mask(arrays, causal=True), scale=SCALE)
-        assert {name for name in on_gpu[-1] if "lengths" in name} == lengths
-        assert on_gpu[-1]["is_causal"]
+    for at in (ROW, MIDDLE):
+        cudnn_attention(*given[:3], make_mask((at, at), causal=True), scale=SCALE)
+    known, padded = on_gpu
+    assert not {name for name in known if "lengths" in name}
+    assert known["is_causal"]
+    assert padded["is_causal"]
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        np.testing.assert_array_equal(padded[name], [T - 7, 1])  # and not 0, by which cuDNN might divide
 
 
 @pytest.mark.parametrize("length", [1, 7, 127, 128, 129, 192, 255])
@@ -144,9 +153,14 @@ def test_a_bias_of_the_lowest_float32_hides_a_key(dtype, on_gpu, rng):
     (q, k, v, _), _ = inputs(rng, T, T, 2, 2, dtype=dtype)
     causal = np.tril(np.ones((1, 1, T, T), bool))
     bias = jnp.where(causal, 0, jnp.finfo("float32").min).repeat(2, axis=1)
-    z = cudnn_attention(q, k, v, jf.Mask.full(T, T), bias, scale=SCALE)
-    assert z.dtype == dtype
-    draw.close(z, oracle.attention(*(np.asarray(x, "float64") for x in (q, k, v)), causal, scale=SCALE), BFLOAT16)
+    exact = [np.asarray(x, "float64") for x in (q, k, v)]
+    for mask in (jf.Mask.full(T, T), jf.Mask.causal(T)):
+        z = cudnn_attention(q, k, v, mask, bias, scale=SCALE)
+        assert z.dtype == dtype
+        draw.close(z, oracle.attention(*exact, causal, scale=SCALE), BFLOAT16)
+    by_bias, by_both = (asked["arrays"][0] for asked in on_gpu)
+    assert np.isfinite(by_bias).all()
+    assert not by_both.any()  # what the mask hides is not hidden again: the sum might be infinite
 
 
 def test_a_query_that_sees_nothing_gives_zero_and_harms_no_gradient(on_gpu):

@@ -113,14 +113,14 @@ def _by_lengths(q: Array, k: Array, v: Array, mask: Mask, scale: float) -> Float
         return attend(q, k, v)
     real = mask.kv_positions >= 0
     first, count = (jnp.broadcast_to(x, (B,)).astype(jnp.int32) for x in (real.argmax(axis=1), real.sum(axis=1)))
-    # A row without tokens has a length of 1 all the same, so that nothing in it is divided by 0; it is hidden below.
+    # A row without tokens has a length of 1 all the same, so that nothing in it is divided by 0; its values are 0.
     lengths = jnp.maximum(count, 1)
     k, v = (_front(x, first, count) for x in (k, v))
     if not mask.is_causal:
-        z = attend(q, k, v, key_value_seq_lengths=lengths)
-        return jnp.where((count > 0)[:, None, None, None], z, 0)
+        return attend(q, k, v, key_value_seq_lengths=lengths)
     q = _front(q, first, count)
     z = attend(q, k, v, query_seq_lengths=lengths, key_value_seq_lengths=lengths)
+    # Nothing is promised of the rows behind the last token.
     return _rolled(jnp.where(_index(T) < count[:, None, None, None], z, 0), first)
 
 
