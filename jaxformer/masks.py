@@ -145,7 +145,7 @@ class Mask:
         if self.is_causal:
             high = q if self.prefix is None else jnp.where(q < 0, q, jnp.maximum(q, self.prefix - 1))
         if self.window is not None:
-            reach = jnp.minimum(self.window, FAR) - 1
+            reach = (min if isinstance(self.window, int) else jnp.minimum)(self.window, FAR) - 1
             low = jnp.maximum(low, q - reach)
             high = high if self.is_causal else q + reach
         low, high = jnp.broadcast_arrays(low, high)
@@ -178,13 +178,20 @@ class Mask:
         return Mask(**{name: getattr(self, name) for name in fields} | {"causal": self.is_causal} | changes)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return self._leaves, self._static
+        # What q and kv share is one leaf, so that after a transformation too they are known to be the same.
+        q, kv, q_segments, kv_segments, *rest = self._leaves
+        shared = (kv is q, kv_segments is q_segments)
+        leaves = (q, None if shared[0] else kv, q_segments, None if shared[1] else kv_segments, *rest)
+        return leaves, (self._static, shared)
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: tuple[Any, ...]) -> "Mask":
         # Not through __init__: transformations rebuild the mask with leaves that are not arrays.
         mask = object.__new__(cls)
-        mask._leaves, mask._static = leaves, static
+        mask._static, shared = static
+        q, kv, q_segments, kv_segments, *rest = leaves
+        kv, kv_segments = q if shared[0] else kv, q_segments if shared[1] else kv_segments
+        mask._leaves = (q, kv, q_segments, kv_segments, *rest)
         return mask
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tolerances import BFLOAT16, FLOAT32, GRADIENT
 
 import jaxformer as jf
-from jaxformer.attention import IMPLEMENTATIONS, attention, linear
+from jaxformer.attention import IMPLEMENTATIONS, Dropout, attention, linear
 from jaxformer.attention.features import FEATURE_MAPS, elu_plus_one, random_features
 from jaxformer.attention.linear import init_state, linear_attention, prefill, step
 
@@ -273,6 +273,7 @@ def test_a_model_of_linear_attention_is_causal_and_learns(monkeypatch):
     softmax_model, params = draw.model()
     model, mask, ids = jf.build(draw.tiny(attention="linear")), jf.Mask.causal(13), draw.ids(2, 13)
     logits = draw.logits(model, params, ids, mask=mask)
+    np.testing.assert_array_equal(draw.logits(model, params, ids), logits)
     changed = draw.logits(model, params, ids.at[:, 9].set((ids[:, 9] + 1) % 29), mask=mask)
     np.testing.assert_array_equal(changed[:, :9], logits[:, :9])
     assert (abs(changed - logits)[:, 9:].max(axis=-1) > 1e-3).all()
@@ -299,10 +300,6 @@ def test_the_package_does_not_offer_it_as_the_same_function():
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
-class Prefixed(jf.Mask):
-    prefix = jnp.full((1, 1), 2)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -310,15 +307,18 @@ class Prefixed(jf.Mask):
         ({"bias": lambda q, kv: q}, "bias: it has no scores to add one to; use 'einsum' or 'chunked'"),
         ({"softcap": 2.0}, "softcap: it has no scores to bound; use 'einsum' or 'chunked'"),
         ({"pattern_fn": lambda p: p}, "pattern_fn: the pattern never exists in it; use 'einsum'"),
-        ({"dropout": object()}, "dropout: the pattern never exists in it; use 'einsum' or 'chunked'"),
+        (
+            {"dropout": Dropout(jax.random.key(0), 0.1)},
+            "dropout: the pattern never exists in it; use 'einsum' or 'chunked'",
+        ),
         ({"window": 3}, "window: a sum of keys cannot lose the oldest; use 'einsum' or 'chunked'"),
-        ({"prefix": 2}, "prefix: its sums follow the order of the tokens; use 'einsum' or 'chunked'"),
+        ({"prefix": jnp.full((1, 1), 2)}, "prefix: its sums follow the order of the tokens; use 'einsum' or 'chunked'"),
     ],
 )
 def test_what_it_cannot_honour_is_refused(arguments, message, rng):
     qkv, _ = inputs(rng, 5, 5, 2, 2)
-    at, kind = jnp.arange(5)[None], Prefixed if arguments.pop("prefix", None) else jf.Mask
-    mask = kind(at, at, causal=True, ordered=True, window=arguments.pop("window", None))
+    at, of_mask = jnp.arange(5)[None], {name: arguments.pop(name, None) for name in ("window", "prefix")}
+    mask = jf.Mask(at, at, causal=True, ordered=True, **of_mask)
     with pytest.raises(ValueError, match=r"^") as raised:
         linear_attention(*qkv, mask, **arguments, scale=1.0)
     assert str(raised.value) == f"linear attention cannot honour {message}"

@@ -114,8 +114,12 @@ def test_a_window_of_one_is_the_token_itself():
 def test_arrays_are_leaves_and_flags_are_static():
     positions, segments = jnp.arange(3)[None], jnp.ones((1, 3), jnp.int32)
     mask = jf.Mask(positions, positions, segments, segments, causal=True, window=2, ordered=True)
-    assert len(jax.tree.leaves(mask)) == 4
-    assert len(jax.tree.leaves(jf.Mask.causal(3))) == 2
+    assert len(jax.tree.leaves(mask)) == 2  # what q and kv share is one leaf
+    assert (
+        len(jax.tree.leaves(jf.Mask(positions, positions + 0, segments, segments + 0, prefix=segments, causal=True)))
+        == 5
+    )
+    assert len(jax.tree.leaves(jf.Mask.full(3, 3))) == 2
     same = jax.tree.map(lambda leaf: leaf + 0, mask)
     assert (same.is_causal, same.window, same.ordered) == (True, 2, True)
     np.testing.assert_array_equal(same.kv_segments, segments)
@@ -130,6 +134,20 @@ def test_arrays_are_leaves_and_flags_are_static():
         again = jf.Mask(positions + 1, positions + 1, causal=True, window=window)
         np.testing.assert_array_equal(dense(again), again.dense())
     assert traced == [None, 1, 2]
+
+
+def test_what_q_and_kv_share_stays_one_array():
+    at, segments = jnp.arange(3)[None], jnp.ones((1, 3), jnp.int32)
+    for mask in (jf.Mask(at, at, segments, segments), jf.Mask(at, at), jf.Mask(at, at + 0, segments, segments + 0)):
+        shared = mask.q_positions is mask.kv_positions
+
+        def check(mask, shared=shared):
+            assert (mask.kv_positions is mask.q_positions) == shared
+            assert mask.kv_segments is None or (mask.kv_segments is mask.q_segments) == shared
+            return mask.dense()
+
+        for found in (jax.jit(check)(mask), jax.checkpoint(check)(mask), check(jax.tree.map(lambda x: x + 0, mask))):
+            np.testing.assert_array_equal(found, mask.dense())
 
 
 def test_a_mask_maps_over_rows():

@@ -13,7 +13,10 @@ import pytest
 import jaxformer as jf
 
 ROOT = Path(__file__).parent.parent
-ATTENTION = ["bias", "dropout", "einsum", "online", "grid", "chunked", "cached", "sparse", "features", "linear"]
+ATTENTION = (
+    *("bias", "dropout", "indices", "einsum", "online", "grid", "chunked", "splash", "cudnn"),
+    *("cached", "sparse", "features", "linear"),
+)
 LEVELS = [
     ["config", "presets", "masks", "trees", "cache", "taps", "sharding"],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],

@@ -15,8 +15,10 @@ from jaxtyping import Array, Float
 from jaxformer.attention.bias import PositionBias
 from jaxformer.attention.cached import cached_attention
 from jaxformer.attention.chunked import chunked_attention
+from jaxformer.attention.cudnn import cudnn_attention
 from jaxformer.attention.dropout import Dropout
 from jaxformer.attention.einsum import einsum_attention, masked_softmax
+from jaxformer.attention.splash import splash_attention
 from jaxformer.masks import Mask
 
 __all__ = [
@@ -30,7 +32,13 @@ __all__ = [
     "masked_softmax",
 ]
 
-IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {"einsum": einsum_attention, "chunked": chunked_attention}
+_OURS: dict[str, Callable[..., Array]] = {
+    "einsum": einsum_attention,
+    "chunked": chunked_attention,
+    "splash": splash_attention,
+    "cudnn": cudnn_attention,
+}
+IMPLEMENTATIONS: dict[str, Callable[..., Array]] = dict(_OURS)
 """Name -> implementation. Each takes (q, k, v, mask, bias, *, scale, softcap, pattern_fn, dropout)."""
 
 
@@ -58,13 +66,14 @@ def choose(implementation: str, scores: int, needs_pattern: bool) -> str:
 
 
 def check_cached(implementation: str) -> None:
-    """Refuses an implementation that `cached_attention` cannot stand in for; it computes what einsum and chunked do.
+    """Refuses an implementation that `cached_attention` cannot stand in for; it computes what all of ours do.
 
     Raises:
       KeyError: an unknown name.
       ValueError: an implementation of the user's, which may compute something else.
     """
-    if choose(implementation, 0, False) not in ("einsum", "chunked"):
+    name = choose(implementation, 0, False)
+    if IMPLEMENTATIONS[name] is not _OURS.get(name):
         raise ValueError(
             f"attention implementation {implementation!r} has no form that reads a cache; "
             "run the whole text without a cache, or decode with attention='auto'"
