@@ -87,6 +87,39 @@ def linear_attention(q: Array, k: Array, v: Array, allowed: Array, *, scale: flo
     return z
 
 
+def attention_gradients(
+    q: Array,
+    k: Array,
+    v: Array,
+    allowed: Array,
+    bias: Array | None,
+    dz: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Array, Array, Array, Array]:
+    """The gradients of sum(z * dz) for z = attention(...): dq, dk, dv, and dbias [B N T S].
+
+    dv_s = sum_t p_ts dz_t;  dp_ts = dz_t . v_s;  da_ts = p_ts (dp_ts - sum_r p_tr dp_tr), which is the gradient of the
+    bias;  dq_t = scale sum_s da_ts k_s,  dk_s = scale sum_t da_ts q_t, with da times 1 - (capped / softcap)^2 where
+    scores are capped (Dao et al. 2022, "FlashAttention", appendix B.2). Key/value heads add up those of their group.
+    """
+    q, k, v, dz = f64(q), f64(k), f64(v), f64(dz)
+    G = q.shape[2] // k.shape[2]
+    _, p = attention(q, k, v, allowed, bias, scale=scale, softcap=softcap, with_pattern=True)
+    keys, values = np.repeat(k, G, axis=2), np.repeat(v, G, axis=2)
+    dp = np.einsum("BTNH,BSNH->BNTS", dz, values)
+    da = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
+    dscores = da
+    if softcap is not None:
+        dscores = da * (1 - np.tanh(scale * np.einsum("BTNH,BSNH->BNTS", q, keys) / softcap) ** 2)
+    dq = scale * np.einsum("BNTS,BSNH->BTNH", dscores, keys)
+    dk = scale * np.einsum("BNTS,BTNH->BSNH", dscores, q)
+    dv = np.einsum("BNTS,BTNH->BSNH", p, dz)
+    dk, dv = (x.reshape(*k.shape[:3], G, k.shape[3]).sum(axis=3) for x in (dk, dv))
+    return dq, dk, dv, da
+
+
 def allowed(
     q_positions: Array,
     kv_positions: Array,

@@ -229,6 +229,25 @@ def test_activations(name, at_one):
     close(f(np.array([0.0, 1e4, -1e4])), [0.0, 1e4, 0.0])
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_gradients_of_attention_are_its_differences(softcap):
+    rng = np.random.default_rng(0)
+    given = [rng.normal(size=shape) for shape in ((2, 3, 4, 2), (2, 5, 2, 2), (2, 5, 2, 2), (2, 4, 3, 5))]
+    ok, dz = rng.uniform(size=(2, 1, 3, 5)) < 0.7, rng.normal(size=(2, 3, 4, 2))
+    ok[0, 0, 1] = False  # a query that sees nothing
+
+    def value(q, k, v, bias):
+        return (oracle.attention(q, k, v, ok, bias, scale=0.7, softcap=softcap) * dz).sum()
+
+    gradients = oracle.attention_gradients(*given[:3], ok, given[3], dz, scale=0.7, softcap=softcap)
+    for number, gradient in enumerate(gradients):
+        for at in np.ndindex(gradient.shape):
+            step = np.zeros(gradient.shape)
+            step[at] = 1e-5
+            up, down = (value(*given[:number], given[number] + s, *given[number + 1 :]) for s in (step, -step))
+            assert gradient[at] == approx((up - down) / 2e-5, 1e-8)
+
+
 def test_mlp_plain_and_gated():
     x = np.array([[[2.0]]])
     p = {

@@ -1,0 +1,106 @@
+"""Every implementation x kind of mask x head grouping x bias x type x length: the oracle's, with all gradients, or the
+refusal that `attention_grid.refusal` foretells, word by word.
+"""
+
+import itertools
+import re
+import zlib
+
+import attention_grid as grid
+import draw
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from tolerances import BFLOAT16, CACHED, GRADIENT
+
+import jaxformer as jf
+from jaxformer.attention import attention, cudnn
+from jaxformer.masks import FAR
+
+TOLERANCE = {"float32": (CACHED, GRADIENT), "bfloat16": (BFLOAT16, BFLOAT16)}
+BY_DATA = ("einsum", "chunked")
+"""Implementations for which all parts of a mask are data, so that most kinds are one program."""
+
+
+def whole(mask):
+    """The same mask with all of its parts, those that it lacks neutral."""
+    numbers = (jnp.ones_like(mask.q_positions), jnp.ones_like(mask.kv_positions))
+    if mask.q_segments is not None:
+        numbers = (mask.q_segments, mask.kv_segments + 0)  # two arrays, as those of ones are
+    window = jnp.asarray(FAR if mask.window is None else mask.window)
+    prefix = jnp.zeros((grid.B, 1), jnp.int32) if mask.is_causal and mask.prefix is None else mask.prefix
+    made = jf.Mask(mask.q_positions, mask.kv_positions, *numbers, mask.is_causal, window, prefix=prefix)
+    np.testing.assert_array_equal(made.dense(), mask.dense())
+    return made
+
+
+def cell(mask, heads, bias, T):
+    """Inputs of a cell, exact in bfloat16, and what the oracle makes of them: z and the gradients of sum(z * dz)."""
+    rng = np.random.default_rng(zlib.crc32(f"{mask} {heads} {bias} {T}".encode()))
+    (N, K), (made, allowed) = grid.HEADS[heads], grid.mask_of(mask, T)
+    Q = allowed.shape[2]
+    q, k, v, dz = (
+        np.asarray(jnp.asarray(rng.normal(size=(grid.B, size, n, grid.H)), jnp.bfloat16).astype(jnp.float32))
+        for size, n in ((Q, N), (T, K), (T, K), (Q, N))
+    )
+    given, array, of_leaves = grid.BIASES[bias](rng, N, made)
+    z = oracle.attention(q, k, v, allowed, array, scale=grid.SCALE)
+    *gradients, dbias = oracle.attention_gradients(q, k, v, allowed, array, dz, scale=grid.SCALE)
+    if of_leaves is not None:
+        gradients.append(of_leaves(dbias))
+    return made, given, (q, k, v, dz), allowed, (z, *gradients)
+
+
+def value_and_gradients(implementation, mask, bias, arrays):
+    """z and the gradients to q, k, v and to the leaves of the bias."""
+    q, k, v, dz = arrays
+
+    def run(q, k, v, bias):
+        return attention(q, k, v, mask, bias, scale=grid.SCALE, implementation=implementation)
+
+    z, pull = jax.vjp(run, q, k, v, bias)
+    return z, *jax.tree.leaves(pull(dz))
+
+
+# Most of the time of these cells is compilation: without optimisation it takes half of it.
+compiled = jax.jit(value_and_gradients, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+
+
+@pytest.fixture(autouse=True)
+def cudnn_by_xla(monkeypatch):
+    """The same function of JAX on its other backend: cuDNN needs a GPU."""
+    monkeypatch.setattr(cudnn, "IMPLEMENTATION", "xla")
+    monkeypatch.setattr(cudnn, "_check_device", lambda H: None)
+
+
+def check(implementation, made, given, arrays, allowed, expected):
+    dtype, args = arrays[0].dtype, (implementation, whole(made) if implementation in BY_DATA else made, given, arrays)
+    z, *gradients = (compiled if implementation in BY_DATA else value_and_gradients)(*args)
+    assert z.dtype == dtype
+    forward, backward = TOLERANCE[str(dtype)]
+    draw.close(z, expected[0], forward * max(1, abs(expected[0]).max()))
+    np.testing.assert_array_equal(z[np.broadcast_to(~allowed.any(axis=(1, 3)), z.shape[:2])], 0)
+    for gradient, right in zip(gradients, expected[1:], strict=True):
+        draw.close(gradient, right, backward * max(1, abs(right).max()))
+
+
+@pytest.mark.parametrize("T", grid.LENGTHS)
+@pytest.mark.parametrize("bias", grid.BIASES)
+@pytest.mark.parametrize("heads", grid.HEADS)
+def test_every_cell_is_the_oracles_or_refused(heads, bias, T):
+    for mask in grid.MASKS:
+        made, given, arrays, *oracles = cell(mask, heads, bias, T)
+        for implementation, dtype in itertools.product(grid.IMPLEMENTATIONS, grid.DTYPES):
+            typed = [jnp.asarray(x, dtype) for x in arrays]
+            refused = grid.refusal(implementation, mask, bias, dtype, T)
+            try:
+                if refused is None:
+                    check(implementation, made, given, typed, *oracles)
+                else:
+                    with pytest.raises(ValueError, match=f"^{re.escape(refused)}(\n|$)"):
+                        value_and_gradients(implementation, made, given, typed)
+            except BaseException as error:
+                error.add_note(f"in the cell of {implementation}, {mask}, {dtype}")
+                raise
