@@ -18,7 +18,9 @@ LEVELS = [
     ["attention.einsum", "attention.online", "attention.chunked", "attention.cached", "attention"],
     ["losses", "sampling", "optim"],
     ["layers", "positions", "blocks", "models"],
-    ["generate", "corpus", "tokenizers", "data", "train", "checkpoint", "cli"],
+    ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
+    ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.torch_file"],
+    ["cli"],
     ["jaxformer"],
 ]
 ORDER = [name for level in LEVELS for name in level]
