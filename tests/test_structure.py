@@ -19,7 +19,7 @@ LEVELS = [
     ["losses", "sampling", "optim"],
     ["layers", "positions", "blocks", "models"],
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
-    ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.torch_file"],
+    ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
     ["cli"],
     ["jaxformer"],
 ]
