@@ -22,7 +22,9 @@ LEVELS = [
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
     ["losses", "sampling", "optim"],
     ["layers", "positions", "biases", "blocks", "models"],
-    ["generate", "corpus", "tokenizers", "data", "train", "checkpoint", "cli"],
+    ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
+    ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
+    ["cli"],
     ["jaxformer"],
 ]
 ORDER = [name for level in LEVELS for name in level]

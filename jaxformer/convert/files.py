@@ -1,0 +1,54 @@
+"""Files of strangers, mapped into memory: a page is read when it is first touched, and nothing is copied.
+
+A reader checks every number of a file against the file before it uses it. A file that is damaged, or made to do damage,
+gives a ValueError that names it: no other exception, no array larger than the file warrants, no endless loop.
+"""
+
+import mmap
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+_POINTER = b"version https://git-lfs"
+
+
+def map_file(path: str | Path) -> mmap.mmap:
+    """Map a whole file, read-only.
+
+    The map must not outlive the file's content: shortening the file in place while arrays of it are in use ends the
+    process. Replacing it by a new file (as the writers of this package do) is safe.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a folder, a device or a pipe, an empty file, or the pointer that stands for a file in Git LFS.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if not path.is_file():
+        raise ValueError(f"{path} is not a regular file; give the file that holds the weights")
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            raise ValueError(f"{path} is empty; download it again")
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if mapped[: len(_POINTER)] == _POINTER:
+        raise ValueError(f"{path} is the pointer that Git LFS keeps in place of the weights; run git lfs pull")
+    return mapped
+
+
+def replace_file(path: Path, parts: Iterable[Any]) -> None:
+    """Write bytes beside a path, then move them there: who reads it sees the old file or the whole new one.
+
+    Args:
+      path: the file, new or not, in a folder that exists.
+      parts: bytes or arrays of bytes, written one after the other.
+    """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with unfinished.open("wb") as file:
+            for part in parts:
+                file.write(part)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
