@@ -3,11 +3,13 @@
 `docs/update_attention.py` prints the table of support from `refusal`, which `test_attention_grid.py` holds to be true.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import oracle
 
 import jaxformer as jf
+from jaxformer.attention import Dropout
 from jaxformer.biases import Alibi, Relative, alibi_slopes
 
 B, H, SCALE = 2, 8, 0.4
@@ -114,35 +116,73 @@ BIASES = {"none": _no_bias, "array": _array, "slopes (ALiBi)": _slopes, "table o
 # Who refuses what -----------------------------------------------------------------------------------------------------
 
 IMPLEMENTATIONS = ("einsum", "chunked", "splash", "cudnn")
+OPTIONS = {
+    "softcap": lambda: {"softcap": 2.0},
+    "any function of positions": lambda: {"bias": jax.tree_util.Partial(_slanted, jnp.asarray(0.1))},
+    "dropout of the pattern": lambda: {"dropout": Dropout(jax.random.key(0), 0.3)},
+    "reading the pattern": lambda: {"pattern_fn": lambda pattern: pattern * 0.5},
+}
+"""What else may be asked for, as arguments of `attention`."""
 _ANY = "use implementation='flash', 'chunked' or 'einsum'"
+_BY_LENGTHS = ("causal", "full", "left padding", "right padding", "causal window", CROSS)
 
 
-def refusal(implementation, mask="causal", bias="none", dtype="bfloat16", T=128):
+def _slanted(slope, q_positions, kv_positions):
+    return slope * (q_positions[:, None, :, None] - 2.0 * kv_positions[:, None, None, :]) * jnp.ones((1, 4, 1, 1))
+
+
+def refusal(implementation, mask="causal", bias="none", dtype="bfloat16", T=128, option=None):
     """The message with which an implementation refuses a cell of the grid, or None: it must be right there."""
-    if implementation == "splash":
-        if bias != "none":
-            return f"'splash' cannot honour a bias; {_ANY}"
-        if mask == "prefix":
-            return f"'splash' cannot honour a prefix; {_ANY}"
-    if implementation == "cudnn":
-        if bias not in ("none", "array"):
-            return (
-                "'cudnn' cannot honour a bias that is a function of positions; use implementation='flash' or 'chunked'"
-            )
-        if dtype == "float32":
-            return f"'cudnn' takes q, k and v all in float16 or all in bfloat16, not ['float32']; {_ANY}"
-        by_lengths = bias == "none" and mask in (
-            "causal",
-            "full",
-            "left padding",
-            "right padding",
-            "causal window",
-            CROSS,
-        )
-        queries = T // 2 + 1 if mask == CROSS else T
-        if not by_lengths and (queries % 2 or T % 2):
-            return (
-                f"'cudnn' needs even lengths with a bias, or with this mask, and they are {queries} queries and {T} "
-                "keys; use implementation='flash' or 'chunked', or pad the rows"
-            )
+    return {"chunked": _of_chunked, "splash": _of_splash, "cudnn": _of_cudnn}.get(implementation, lambda *_: None)(
+        mask, bias, dtype, T, option
+    )
+
+
+def _of_chunked(mask, bias, dtype, T, option):
+    if option == "reading the pattern":
+        return "'chunked' never holds the attention pattern; read or edit it with implementation='einsum'"
     return None
+
+
+def _of_splash(mask, bias, dtype, T, option):
+    if bias != "none" or option == "any function of positions":
+        return f"'splash' cannot honour a bias; {_ANY}"
+    if option == "reading the pattern":
+        return "'splash' cannot honour pattern_fn; use implementation='einsum'"
+    if option == "dropout of the pattern":
+        return "'splash' cannot honour dropout of the pattern; use implementation='chunked' or 'einsum'"
+    return f"'splash' cannot honour a prefix; {_ANY}" if mask == "prefix" else None
+
+
+def _of_cudnn(mask, bias, dtype, T, option):
+    if option == "softcap":
+        return f"'cudnn' cannot honour a softcap; {_ANY}"
+    if option == "reading the pattern":
+        return "'cudnn' cannot honour pattern_fn; use implementation='einsum'"
+    if option == "dropout of the pattern":
+        return "'cudnn' cannot honour dropout of the pattern; use implementation='chunked' or 'einsum'"
+    if bias not in ("none", "array") or option == "any function of positions":
+        functions = "a bias that is a function of positions"
+        return f"'cudnn' cannot honour {functions}; use implementation='flash' or 'chunked'"
+    if dtype == "float32":
+        return f"'cudnn' takes q, k and v all in float16 or all in bfloat16, not ['float32']; {_ANY}"
+    queries = T // 2 + 1 if mask == CROSS else T
+    if (queries % 2 or T % 2) and (bias != "none" or mask not in _BY_LENGTHS):
+        return (
+            f"'cudnn' needs even lengths with a bias, or with this mask, and they are {queries} queries and {T} "
+            "keys; use implementation='flash' or 'chunked', or pad the rows"
+        )
+    return None
+
+
+def support():
+    """Yields the rows of the table of support: a heading and, for each implementation, whether it is honoured."""
+    rows = {f"mask: {mask}": {"mask": mask} for mask in MASKS}
+    rows |= {f"heads: {heads}": {} for heads in HEADS}
+    rows |= {f"bias: {bias}": {"bias": bias} for bias in BIASES}
+    rows |= {f"{dtype}": {"dtype": dtype} for dtype in DTYPES}
+    rows |= {option: {"option": option} for option in OPTIONS}
+    rows["odd lengths"] = {"T": 127}
+    rows["odd lengths, packed or with a bias"] = {"T": 127, "mask": "packed segments"}
+    for name, cell in rows.items():
+        yield name, [refusal(implementation, **cell) is None for implementation in IMPLEMENTATIONS]

@@ -5,6 +5,7 @@ refusal that `attention_grid.refusal` foretells, word by word.
 import itertools
 import re
 import zlib
+from pathlib import Path
 
 import attention_grid as grid
 import draw
@@ -53,12 +54,12 @@ def cell(mask, heads, bias, T):
     return made, given, (q, k, v, dz), allowed, (z, *gradients)
 
 
-def value_and_gradients(implementation, mask, bias, arrays):
+def value_and_gradients(implementation, mask, bias, arrays, **options):
     """z and the gradients to q, k, v and to the leaves of the bias."""
     q, k, v, dz = arrays
 
     def run(q, k, v, bias):
-        return attention(q, k, v, mask, bias, scale=grid.SCALE, implementation=implementation)
+        return attention(q, k, v, mask, bias, scale=grid.SCALE, implementation=implementation, **options)
 
     z, pull = jax.vjp(run, q, k, v, bias)
     return z, *jax.tree.leaves(pull(dz))
@@ -104,3 +105,31 @@ def test_every_cell_is_the_oracles_or_refused(heads, bias, T):
             except BaseException as error:
                 error.add_note(f"in the cell of {implementation}, {mask}, {dtype}")
                 raise
+
+
+@pytest.mark.parametrize("option", grid.OPTIONS)
+@pytest.mark.parametrize("implementation", grid.IMPLEMENTATIONS)
+def test_every_option_is_einsums_or_refused(implementation, option):
+    made, _, arrays, *_ = cell("left padding", "grouped", "none", 129)
+    typed = [jnp.asarray(x, "bfloat16" if implementation == "cudnn" else "float32") for x in arrays]
+    options = grid.OPTIONS[option]()
+    bias = options.pop("bias", None)
+    refused = grid.refusal(implementation, option=option)
+    if refused is not None:
+        with pytest.raises(ValueError, match=f"^{re.escape(refused)}(\n|$)"):
+            value_and_gradients(implementation, made, bias, typed, **options)
+        return
+    found = value_and_gradients(implementation, made, bias, typed, **options)
+    expected = value_and_gradients("einsum", made, bias, typed, **options)
+    plain = value_and_gradients("einsum", made, None, typed)
+    assert abs(expected[0] - plain[0]).max() > 100 * CACHED  # the option does something
+    for a, b in zip(found, expected, strict=True):
+        draw.close(a, b, CACHED * max(1, abs(b).max()))
+
+
+def test_the_table_in_the_docs_is_what_this_grid_holds_to():
+    text = (Path(__file__).parent.parent / "docs" / "attention.md").read_text()
+    head = "| | " + " | ".join(f"`{name}`" for name in grid.IMPLEMENTATIONS) + " |\n"
+    rows = [f"| {name} | {' | '.join('yes' if yes else 'no' for yes in found)} |" for name, found in grid.support()]
+    table = head + "|---" * (len(grid.IMPLEMENTATIONS) + 1) + "|\n" + "\n".join(rows) + "\n"
+    assert table in text, "run python docs/update_attention.py"
