@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from jaxformer import attention, losses, optim, sampling, sharding, trees
 from jaxformer.cache import init_cache
-from jaxformer.config import Config, Rotary
+from jaxformer.config import Config
 from jaxformer.generate import Generation, generate, stream
 from jaxformer.masks import Mask
 from jaxformer.models import Decoder, build
 from jaxformer.presets import PRESETS
+from jaxformer.rotary import Rotary
 
 if TYPE_CHECKING:
     from jaxformer import checkpoint, corpus, data, tokenizers, train

@@ -1,12 +1,14 @@
 """Attention with its projections, the block around it, and the stack of blocks.
 
-    pre:   x + f(norm(x))      (Radford et al. 2019; Xiong et al. 2020)
-    post:  norm(x + f(x))      (Vaswani et al. 2017)
+    pre:       x + f(norm(x))                                            (Radford et al. 2019; Xiong et al. 2020)
+    post:      norm(x + f(x))                                            (Vaswani et al. 2017)
+    sandwich:  x + norm'(f(norm(x)))                                     (Ding et al. 2021; Gemma Team 2024)
+    parallel:  x + attention(norm(x)) + feed-forward(norm'(x))           (Black et al. 2022)
 
 for f = attention, then f = feed-forward. One `Stack` serves every arrangement of encoder and decoder.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,13 +29,40 @@ from jaxformer.sharding import constrain
 from jaxformer.taps import COLLECTIONS, tap, tapped
 from jaxformer.trees import Leaf
 
-Sublayer = Callable[[Array], Array]
+Sublayers = Mapping[str, Callable[[Array], Array]]
+"""Name -> function, in the order in which they follow each other; the norm before `attn` is `attn_norm`."""
+MakeNorm = Callable[[str], Callable[[Array], Array]]
 
-RESIDUAL: dict[str, Callable[[Array, Sublayer, Sublayer], Array]] = {
-    "pre": lambda x, norm, f: x + f(norm(x)),
-    "post": lambda x, norm, f: norm(x + f(x)),
+
+def _pre(x: Array, sublayers: Sublayers, norm: MakeNorm) -> Array:
+    for name, f in sublayers.items():
+        x = x + f(norm(f"{name}_norm")(x))
+    return x
+
+
+def _post(x: Array, sublayers: Sublayers, norm: MakeNorm) -> Array:
+    for name, f in sublayers.items():
+        x = norm(f"{name}_norm")(x + f(x))
+    return x
+
+
+def _sandwich(x: Array, sublayers: Sublayers, norm: MakeNorm) -> Array:
+    for name, f in sublayers.items():
+        x = x + norm(f"{name}_out_norm")(f(norm(f"{name}_norm")(x)))
+    return x
+
+
+def _parallel(x: Array, sublayers: Sublayers, norm: MakeNorm) -> Array:
+    return sum((f(norm(f"{name}_norm")(x)) for name, f in sublayers.items()), start=x)
+
+
+RESIDUAL: dict[str, Callable[[Array, Sublayers, MakeNorm], Array]] = {
+    "pre": _pre,
+    "post": _post,
+    "sandwich": _sandwich,
+    "parallel": _parallel,
 }
-"""How a sublayer f and its norm join the residual stream x."""
+"""How sublayers and their norms join the residual stream x."""
 
 
 class Layer(NamedTuple):
@@ -77,11 +106,11 @@ class Attention(nn.Module):
 
     def setup(self) -> None:
         config = self.config
-        project = partial(Projection, config, bias=config.bias)
+        project = partial(Projection, config, bias=config.bias if config.qkv_bias is None else config.qkv_bias)
         self.q_proj = project("BTD,DNH->BTNH")
         self.k_proj = project("BTD,DKH->BTKH")
         self.v_proj = project("BTD,DKH->BTKH")
-        self.o_proj = project("BTNH,NHD->BTD", gain=1 / (2 * config.num_layers))
+        self.o_proj = Projection(config, "BTNH,NHD->BTD", bias=config.bias, gain=1 / (2 * config.num_layers))
         if config.qk_norm:
             self.q_norm, self.k_norm = (make_norm(config) for _ in "qk")
 
@@ -180,9 +209,8 @@ class Block(nn.Module):
             cache, view = store(cache, layer.index, fresh)
             return dropout(attn(h, view, mask, bias, positions=positions, turns=layer.turns))
 
-        join = RESIDUAL[config.residual]
-        x = join(x, make_norm(config, "attn_norm"), attend)
-        x = join(x, make_norm(config, "mlp_norm"), lambda h: dropout(mlp(h)))
+        sublayers = {"attn": attend, "mlp": lambda h: dropout(mlp(h))}
+        x = RESIDUAL[config.residual](x, sublayers, partial(make_norm, config))
         return (constrain(tap(self, "x", x), "BTD"), cache), None
 
 
@@ -237,4 +265,5 @@ class Stack(nn.Module):
             for i, layer in enumerate(layers):
                 carry, _ = Block(config, name=f"layers_{i}")(carry, layer, positions, mask, bias)
         x, cache = carry
-        return (make_norm(config, "final_norm")(x) if config.residual == "pre" else x), cache
+        has_final_norm = config.residual != "post" if config.final_norm is None else config.final_norm
+        return (make_norm(config, "final_norm")(x) if has_final_norm else x), cache

@@ -8,15 +8,16 @@ every name its meaning (a test holds the two together).
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from jaxformer.checks import check_choice, check_positive, check_size
+from jaxformer.rotary import Rotary
+
 Architecture = Literal["decoder"]
-Residual = Literal["pre", "post"]
+Residual = Literal["pre", "post", "sandwich", "parallel"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["none", "learned", "sinusoidal", "rotary", "alibi", "relative"]
-Scaling = Literal["none", "linear", "ntk", "by_parts", "yarn"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 DType = Literal["float32", "bfloat16"]
 
@@ -34,59 +35,10 @@ _SIZES = (
     *("vocab_size", "max_len", "d_model", "num_layers", "num_heads", "relative_buckets", "relative_reach"),
     *_OPTIONAL_SIZES,
 )
-_FLAGS = ("qk_norm", "embed_scale", "gated", "bias", "tie_embeddings", "scan_layers")
-_OPTIONAL_NUMBERS = ("attention_scale", "softcap")
+_FLAGS = ("embed_norm", "qk_norm", "embed_scale", "gated", "bias", "tie_embeddings", "head_bias", "scan_layers")
+_OPTIONAL_FLAGS = ("final_norm", "qkv_bias")
+_OPTIONAL_NUMBERS = ("attention_scale", "softcap", "logit_scale", "logit_softcap")
 _RATES = ("dropout", "attention_dropout")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rotary:
-    """How rotary positions turn queries and keys, and how they are stretched to a longer context.
-
-    Raises:
-      ValueError: a value out of range, or a scaling that lacks `original_len`.
-    """
-
-    base: float = 10000.0
-    """Wavelength base: lane pair i of `width` lanes turns by base^(-2i / width) a position."""
-    width: int | None = None
-    """Number of lanes of a head that turn, from the first. None: all."""
-    scaling: Scaling = "none"
-    """Key of `positions.SCALINGS`: what `factor` stretches."""
-    factor: float = 1.0
-    """How many times longer the context is made."""
-    original_len: int | None = None
-    """Context length of the training before, in tokens; by_parts and yarn need it."""
-    slow: float = 1.0
-    """by_parts and yarn: lanes that turn fewer times than this in original_len are stretched by the whole factor."""
-    fast: float = 32.0
-    """by_parts and yarn: lanes that turn more often than this are left as they are."""
-    magnitude: float | None = None
-    """Factor on the turned lanes of q and of k. None: 0.1 ln(factor) + 1 for yarn, and 1 for the others."""
-
-    def __post_init__(self) -> None:
-        if self.scaling not in get_args(Scaling):
-            raise ValueError(f"scaling={self.scaling!r} is unknown; choose one of {list(get_args(Scaling))}")
-        for name in ("base", "factor", "slow", "fast", "magnitude"):
-            _check_positive(f"rotary.{name}", getattr(self, name), optional=name == "magnitude")
-        for name in ("width", "original_len"):
-            _check_size(f"rotary.{name}", getattr(self, name), optional=True)
-        if self.factor < 1:
-            raise ValueError(f"rotary.factor={self.factor} would shorten the context; it must be at least 1")
-        if self.scaling in ("by_parts", "yarn") and self.original_len is None:
-            raise ValueError(f"scaling={self.scaling!r} needs original_len, the context length of the training before")
-        if self.slow >= self.fast:
-            raise ValueError(f"rotary.slow={self.slow} must be below rotary.fast={self.fast}")
-
-
-def _check_positive(name: str, value: Any, optional: bool) -> None:
-    if not (optional and value is None) and (type(value) not in (int, float) or not 0 < value < math.inf):
-        raise ValueError(f"{name}={value!r} must be a positive finite number")
-
-
-def _check_size(name: str, value: Any, optional: bool) -> None:
-    if not (optional and value is None) and (type(value) is not int or value < 1):
-        raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,7 +71,12 @@ class Config:
     d_ff: int | None = None
     """Width of the feed-forward layer. None: 4 * d_model."""
     residual: Residual = "pre"
-    """Where the norm stands: pre, x + f(norm(x)); post, norm(x + f(x))."""
+    """How a sublayer f and its norm join the stream: pre, x + f(norm(x)); post, norm(x + f(x)); sandwich,
+    x + norm'(f(norm(x))); parallel, x + attention(norm(x)) + feed-forward(norm'(x))."""
+    embed_norm: bool = False
+    """Normalise the embeddings, after positions are added."""
+    final_norm: bool | None = None
+    """Normalise the stream after the last block. None: unless residual is post, where it is normalised already."""
     norm: Norm = "layernorm"
     """layernorm takes the mean away and scales; rmsnorm only scales."""
     norm_eps: float = 1e-5
@@ -146,12 +103,20 @@ class Config:
     """Multiply the activation by a second projection (GLU variants)."""
     bias: bool = True
     """Biases in projections and in layernorm."""
+    qkv_bias: bool | None = None
+    """Biases in the projections to q, k and v. None: as `bias`."""
     attention_scale: float | None = None
     """Factor on q . k before the softmax. None: d_head ** -0.5."""
     embed_scale: bool = False
     """Multiply token embeddings by sqrt(d_model)."""
     tie_embeddings: bool = True
     """Use the embedding matrix as the output head."""
+    head_bias: bool = False
+    """A bias on the logits."""
+    logit_scale: float | None = None
+    """Factor on the logits, before their bias. None: 1."""
+    logit_softcap: float | None = None
+    """Bound of the logits, softcap * tanh(logits / softcap). None: no bound."""
     dropout: float = 0.0
     """Rate on embeddings and on each sublayer's output; active when a dropout key is passed."""
     attention_dropout: float = 0.0
@@ -170,8 +135,7 @@ class Config:
     def __post_init__(self) -> None:
         self._check_types()
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; choose one of {list(get_args(choices))}")
+            check_choice(name, getattr(self, name), get_args(choices))
         if self.d_head is None and self.d_model % self.num_heads:
             raise ValueError(
                 f"d_model={self.d_model} is not a multiple of num_heads={self.num_heads}; set d_head explicitly"
@@ -209,12 +173,13 @@ class Config:
 
     def _check_types(self) -> None:
         for name in _SIZES:
-            _check_size(name, getattr(self, name), optional=name in _OPTIONAL_SIZES)
-        for name in _FLAGS:
-            if type(getattr(self, name)) is not bool:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
+            check_size(name, getattr(self, name), optional=name in _OPTIONAL_SIZES)
+        for name in (*_FLAGS, *_OPTIONAL_FLAGS):
+            value = getattr(self, name)
+            if type(value) is not bool and not (value is None and name in _OPTIONAL_FLAGS):
+                raise ValueError(f"{name}={value!r} must be true or false")
         for name in ("norm_eps", *_OPTIONAL_NUMBERS):
-            _check_positive(name, getattr(self, name), optional=name in _OPTIONAL_NUMBERS)
+            check_positive(name, getattr(self, name), optional=name in _OPTIONAL_NUMBERS)
         for name in _RATES:
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < 1:
@@ -225,7 +190,7 @@ class Config:
             if getattr(self, name) == ():
                 raise ValueError(f"{name}=() is no pattern; give one entry for each layer that it repeats over")
         for window in self.windows:
-            _check_size("window", window, optional=True)
+            check_size("window", window, optional=True)
         if not all(isinstance(rotary, Rotary) for rotary in self.rotaries):
             raise ValueError(f"rotary={self.rotary!r} must be a Rotary, or a tuple of them")
 

@@ -59,6 +59,16 @@ class Projection(nn.Module):
         return y
 
 
+class Bias(nn.Module):
+    """Adds a vector to the last axis, for biases that stand apart from a projection; it starts at 0."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        return x + self.param("bias", nn.initializers.zeros, x.shape[-1:], self.config.param_dtype).astype(x.dtype)
+
+
 class LayerNorm(nn.Module):
     """Normalises the last axis to mean 0 and variance 1, in float32; the bias follows `config.bias`."""
 

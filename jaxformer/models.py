@@ -13,10 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxformer.attention import softcapped
 from jaxformer.blocks import Stack
 from jaxformer.cache import Cache
 from jaxformer.config import Config
-from jaxformer.layers import Embed, Projection
+from jaxformer.layers import Bias, Embed, Projection, make_norm
 from jaxformer.masks import Mask, documents, positions_from_segments
 from jaxformer.positions import ADD
 from jaxformer.taps import tap
@@ -76,6 +77,10 @@ class Decoder(nn.Module):
         self.decoder = Stack(config, causal=True)
         if not config.tie_embeddings:
             self.lm_head = Projection(config, "BTD,DV->BTV", bias=False, out_dtype="float32")
+        if config.head_bias:
+            self.head_bias = Bias(config)
+        if config.embed_norm:
+            self.embed_norm = make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def __call__(
@@ -128,7 +133,13 @@ class Decoder(nn.Module):
 
     def unembed(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Returns the float32 logits of final hidden states."""
-        return self.embed.attend(x) if self.config.tie_embeddings else self.lm_head(x)
+        config = self.config
+        logits = self.embed.attend(x) if config.tie_embeddings else self.lm_head(x)
+        if config.logit_scale is not None:
+            logits = logits * config.logit_scale
+        if config.head_bias:
+            logits = self.head_bias(logits)
+        return softcapped(logits, config.logit_softcap)
 
     def _embed(self, ids: Array, positions: Array) -> Array:
         config = self.config
@@ -140,6 +151,8 @@ class Decoder(nn.Module):
             x = x + self.position_embed(jnp.maximum(positions, 0))
         elif config.positions in ADD:
             x = x + ADD[config.positions](positions, config.d_model).astype(x.dtype)
+        if config.embed_norm:
+            x = self.embed_norm(x)
         return tap(self, "x", self.dropout(x, deterministic=not self.has_rng("dropout")))
 
 

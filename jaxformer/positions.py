@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.config import Rotary
+from jaxformer.rotary import Rotary
 from jaxformer.trees import Leaf
 
 

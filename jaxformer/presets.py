@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from jaxformer.config import Config, Rotary
+from jaxformer.config import Config
+from jaxformer.rotary import Rotary
 
 _GPT2 = Config(
     vocab_size=50257,

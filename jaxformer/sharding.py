@@ -48,10 +48,11 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"(up|gate)_proj/bias", "F"),
     (r"down_proj/kernel", "FD"),
     (r"(o|down)_proj/bias", "D"),
-    (r"(attn|mlp|final)_norm/(scale|bias)", "D"),
+    (r"((attn|mlp)(_out)?|embed|final)_norm/(scale|bias)", "D"),
     (r"[qk]_norm/(scale|bias)", "H"),
     (r"relative_bias/embedding", "RN"),
     (r"lm_head/kernel", "DV"),
+    (r"head_bias/bias", "V"),
 )
 """The end of a parameter's path (whole components) -> its dimension letters, without the L of stacked layers."""
 

@@ -106,12 +106,16 @@ def configs(draw, **fixed):
         "num_kv_heads": None if group == 1 and draw(st.booleans()) else kv_heads,
         "d_head": width if explicit else None,
         "d_ff": draw(st.none() | st.integers(1, 40)),
-        "residual": draw(st.sampled_from(["pre", "post"])),
+        "residual": draw(st.sampled_from(["pre", "post", "sandwich", "parallel"])),
         "norm": draw(st.sampled_from(["layernorm", "rmsnorm"])),
         "norm_eps": draw(st.floats(1e-6, 1.0)),
         "positions": positions,
         "rotary": draw(rotaries() | st.tuples(rotaries(), rotaries())),
         "window": draw(st.none() | st.integers(1, 9) | st.tuples(st.integers(1, 9), st.none())),
+        "final_norm": draw(st.none() | st.booleans()),
+        "qkv_bias": draw(st.none() | st.booleans()),
+        "logit_scale": draw(st.none() | st.floats(0.1, 2.0)),
+        "logit_softcap": draw(st.none() | st.floats(1.0, 50.0)),
         "softcap": draw(st.none() | st.floats(1.0, 50.0)),
         "attention_dropout": draw(st.sampled_from([0.0, 0.1])),
         "activation": draw(st.sampled_from(["relu", "gelu", "gelu_tanh", "silu"])),
@@ -120,7 +124,7 @@ def configs(draw, **fixed):
         "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
         "param_dtype": draw(st.sampled_from(["float32", "bfloat16"])),
     }
-    names = ("qk_norm", "gated", "bias", "embed_scale", "tie_embeddings", "scan_layers")
+    names = ("embed_norm", "head_bias", "qk_norm", "gated", "bias", "embed_scale", "tie_embeddings", "scan_layers")
     flags = {name: draw(st.booleans()) for name in names}
     return _unchecked(jf.Config, **(fields | flags | fixed))
 

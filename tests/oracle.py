@@ -394,14 +394,20 @@ def block(
     """Self-attention, then the feed-forward layer, each with its norm and residual.
 
     post: norm(x + f(x)) (Vaswani et al. 2017, section 3.1). pre: x + f(norm(x)) (Xiong et al. 2020, table 1).
+    sandwich: x + norm'(f(norm(x))) (Ding et al. 2021, "CogView", section 2.4; Gemma 2). parallel: x + attn(norm(x)) +
+    mlp(norm'(x)) (Black et al. 2022, "GPT-NeoX-20B", section 2.1.2).
     """
     sublayers = {
         "attn": lambda h: multi_head(h, h, p["attn"], config, positions, positions, ok, bias, layer),
         "mlp": lambda h: mlp(h, p["mlp"], config["activation"]),
     }
+    if config["residual"] == "parallel":
+        return x + sum(f(norm(x, p[f"{name}_norm"], config)) for name, f in sublayers.items())
     for name, f in sublayers.items():
         if config["residual"] == "pre":
             x = x + f(norm(x, p[f"{name}_norm"], config))
+        elif config["residual"] == "sandwich":
+            x = x + norm(f(norm(x, p[f"{name}_norm"], config)), p[f"{name}_out_norm"], config)
         else:
             x = norm(x + f(x), p[f"{name}_norm"], config)
     return x
@@ -417,7 +423,22 @@ def embed(params: Params, config: Params, ids: Array, positions: Array) -> Array
         x = x + f64(params["position_embed"]["embedding"])[np.maximum(positions, 0)]
     if config["positions"] == "sinusoidal":
         x = x + sinusoidal(positions, D)
+    if config["embed_norm"]:  # Dettmers et al. 2022, "8-bit Optimizers", section 2.3; BERT and BLOOM
+        x = norm(x, params["embed_norm"], config)
     return x
+
+
+def head(hidden: Array, params: Params, config: Params) -> Array:
+    """Logits of final hidden states: the embedding matrix again if tied (Press and Wolf 2017), scale, bias and cap."""
+    if config["tie_embeddings"]:
+        logits = np.einsum("BTD,VD->BTV", hidden, f64(params["embed"]["embedding"]))
+    else:
+        logits = dense(hidden, params["lm_head"], "BTD,DV->BTV")
+    logits = logits * (config["logit_scale"] or 1.0)
+    if config["head_bias"]:
+        logits = logits + f64(params["head_bias"]["bias"])
+    cap = config["logit_softcap"]  # Gemma Team 2024, "Gemma 2", section 2
+    return logits if cap is None else cap * np.tanh(logits / cap)
 
 
 def decoder(
@@ -446,12 +467,9 @@ def decoder(
         ok = allowed(positions, positions, segments, segments, causal=True, window=window, prefix=prefix)
         streams.append(block(streams[-1], params["decoder"][f"layers_{i}"], config, positions, ok, bias, i))
     hidden = streams[-1]
-    if config["residual"] == "pre":
+    if config["residual"] != "post" if config["final_norm"] is None else config["final_norm"]:
         hidden = norm(hidden, params["decoder"]["final_norm"], config)
-    if config["tie_embeddings"]:  # Press and Wolf 2017
-        logits = np.einsum("BTD,VD->BTV", hidden, f64(params["embed"]["embedding"]))
-    else:
-        logits = dense(hidden, params["lm_head"], "BTD,DV->BTV")
+    logits = head(hidden, params, config)
     return (logits, np.stack(streams)) if with_streams else logits
 
 

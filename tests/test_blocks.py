@@ -35,10 +35,19 @@ def call(module, x, y, mask):
     return module(x, module.keys_values(y, mask.kv_positions), mask)
 
 
-def test_where_the_norm_stands():
-    x = jnp.asarray([3.0])
-    assert RESIDUAL["pre"](x, lambda x: 10 * x, lambda x: x + 1) == 3 + 31
-    assert RESIDUAL["post"](x, lambda x: 10 * x, lambda x: x + 1) == 10 * (3 + 4)
+def test_where_the_norms_stand():
+    """Every norm multiplies by its own number, so that the sum tells which stood where."""
+    numbers = {"attn_norm": 2, "mlp_norm": 3, "attn_out_norm": 5, "mlp_out_norm": 7}
+    sublayers = {"attn": lambda x: x + 1, "mlp": lambda x: x + 10}
+
+    def norm(name):
+        return lambda x: numbers[name] * x
+
+    found = {name: join(jnp.asarray(1.0), sublayers, norm) for name, join in RESIDUAL.items()}
+    assert found["pre"] == 4 + (3 * 4 + 10)
+    assert found["post"] == 3 * (6 + (6 + 10))
+    assert found["sandwich"] == 16 + 7 * (3 * 16 + 10)
+    assert found["parallel"] == 1 + (2 + 1) + (3 + 10)
 
 
 @pytest.mark.parametrize("residual", RESIDUAL)
@@ -52,10 +61,10 @@ def test_a_stack_is_the_oracles_blocks(residual, rng):
         expected, allowed = np.asarray(x), oracle.allowed(at, at, causal=causal)
         for i in range(2):
             expected = oracle.block(expected, params[f"layers_{i}"], config.to_dict(), at, allowed)
-        if residual == "pre":
+        if residual != "post":
             expected = oracle.norm(expected, params["final_norm"], config.to_dict())
         assert cache is None
-        assert ("final_norm" in params) == (residual == "pre")
+        assert ("final_norm" in params) == (residual != "post")
         draw.close(y, expected, FLOAT32)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 import jaxformer as jf
-from jaxformer import biases, blocks, config, layers, models, positions
+from jaxformer import biases, blocks, config, layers, models, positions, rotary
 
 NEEDED = ("vocab_size", "max_len", "d_model", "num_layers", "num_heads")
 SIZES = (*NEEDED, "num_kv_heads", "d_head", "d_ff")
@@ -57,7 +57,7 @@ def test_every_choice_has_a_meaning_and_every_meaning_a_choice():
         config.Norm: layers.NORMS,
         config.Activation: layers.ACTIVATIONS,
         config.Positions: positions.ADD | positions.ROTATE | biases.BIAS | dict.fromkeys(("none", "learned")),
-        config.Scaling: positions.SCALINGS,
+        rotary.Scaling: positions.SCALINGS,
     }
     for choices, table in tables.items():
         assert set(get_args(choices)) == set(table)
@@ -91,7 +91,7 @@ def test_sizes_without_a_default_cannot_be_none(name):
 
 
 @as_a_user
-@pytest.mark.parametrize("name", ["qk_norm", "embed_scale", "gated", "bias", "tie_embeddings", "scan_layers"])
+@pytest.mark.parametrize("name", config._FLAGS)
 @pytest.mark.parametrize("value", [0, 1, None, "true"])
 def test_flags_are_booleans(name, value):
     with pytest.raises(ValueError, match=rf"^{name}={value!r} must be true or false$"):
@@ -99,7 +99,15 @@ def test_flags_are_booleans(name, value):
 
 
 @as_a_user
-@pytest.mark.parametrize("name", ["norm_eps", "softcap", "attention_scale"])
+@pytest.mark.parametrize("name", config._OPTIONAL_FLAGS)
+def test_optional_flags_may_be_none(name):
+    assert getattr(draw.tiny(**{name: None}), name) is None
+    with pytest.raises(ValueError, match=rf"^{name}=1 must be true or false$"):
+        draw.tiny(**{name: 1})
+
+
+@as_a_user
+@pytest.mark.parametrize("name", ["norm_eps", *config._OPTIONAL_NUMBERS])
 @pytest.mark.parametrize("value", [0.0, -1e-5, math.inf, math.nan, "1", True])
 def test_factors_are_positive_and_finite(name, value):
     with pytest.raises(ValueError, match=rf"^{name}={value!r} must be a positive finite number$"):

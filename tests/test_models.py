@@ -54,6 +54,20 @@ COVERING = {
         "rotary": (jf.Rotary(base=50.0, width=2), jf.Rotary(base=9.0, width=2, scaling="linear", factor=4.0)),
         "window": (2, None), "num_layers": 3, "norm": "rmsnorm", "qk_norm": True, "gated": True,
     },
+    "sandwich, capped logits, biases of q, k and v alone": {
+        "residual": "sandwich", "norm": "rmsnorm", "bias": False, "qkv_bias": True, "logit_softcap": 3.0,
+        "embed_scale": True, "gated": True,
+    },
+    "parallel, a head of its own with a bias": {
+        "residual": "parallel", "tie_embeddings": False, "head_bias": True, "rotary": jf.Rotary(base=50.0, width=2),
+    },
+    "slopes, normed embeddings, scaled logits": {
+        "positions": "alibi", "embed_norm": True, "logit_scale": 0.25, "head_bias": True, "qkv_bias": False,
+    },
+    "post with a final norm, pre without": {
+        "residual": "post", "final_norm": True, "positions": "sinusoidal", "embed_norm": True,
+    },
+    "parallel without a final norm": {"residual": "parallel", "final_norm": False, "norm": "rmsnorm"},
     "a window everywhere, stretched turns": {
         "rotary": jf.Rotary(base=100.0, scaling="yarn", factor=4.0, original_len=512), "window": 2, "d_head": 16,
     },

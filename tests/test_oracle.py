@@ -265,7 +265,8 @@ CONFIG = {
     "vocab_size": 11, "max_len": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_head": 4,
     "d_ff": 12, "residual": "pre", "norm": "layernorm", "norm_eps": 1e-5, "positions": "rotary",
     "rotary": {"base": 100.0, "width": None, "scaling": "none", "factor": 1.0, "magnitude": None},
-    "qk_norm": False, "softcap": None, "window": None,
+    "qk_norm": False, "softcap": None, "window": None, "embed_norm": False, "logit_scale": None, "head_bias": False,
+    "logit_softcap": None, "final_norm": None,
     "activation": "gelu", "gated": False, "bias": True, "attention_scale": None, "embed_scale": False,
     "tie_embeddings": True,
 }  # fmt: skip

@@ -38,7 +38,7 @@ def test_every_rule_is_of_some_parameter_and_every_letter_has_an_axis():
     variants = (
         {"positions": "learned", "gated": True, "tie_embeddings": False},
         {"norm": "rmsnorm", "bias": False, "residual": "post", "qk_norm": True},
-        {"positions": "relative"},
+        {"positions": "relative", "embed_norm": True, "residual": "sandwich", "head_bias": True},
     )
     found = {path for fields in variants for path in parameter_shapes(draw.tiny(**fields))}
     used = {rule for rule in sharding.RULES for path in found if sharding.re.search(rf"(^|/){rule[0]}$", path)}

@@ -18,7 +18,7 @@ ATTENTION = (
     *("cached", "sparse", "features", "linear"),
 )
 LEVELS = [
-    ["config", "presets", "masks", "trees", "cache", "taps", "sharding"],
+    ["checks", "rotary", "config", "presets", "masks", "trees", "cache", "taps", "sharding"],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
     ["losses", "sampling", "optim"],
     ["layers", "positions", "biases", "blocks", "models"],
@@ -67,7 +67,7 @@ def test_the_walk_finds_imports():
     found = {name: set(imports(tree)) for name, tree in TREES.items()}
     assert {"layers", "attention", "masks"} <= found["blocks"]
     assert "attention.einsum" in found["attention"]
-    assert found["config"] == set()
+    assert found["checks"] == set()
     assert list(imports(ast.parse("def f():\n  import jaxformer.train\n  from jaxformer import jit"))) == [
         "train",
         "jaxformer",

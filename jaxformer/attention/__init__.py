@@ -17,7 +17,7 @@ from jaxformer.attention.cached import cached_attention
 from jaxformer.attention.chunked import chunked_attention
 from jaxformer.attention.cudnn import cudnn_attention
 from jaxformer.attention.dropout import Dropout
-from jaxformer.attention.einsum import einsum_attention, masked_softmax
+from jaxformer.attention.einsum import einsum_attention, masked_softmax, softcapped
 from jaxformer.attention.splash import splash_attention
 from jaxformer.masks import Mask
 
@@ -30,6 +30,7 @@ __all__ = [
     "check_cached",
     "choose",
     "masked_softmax",
+    "softcapped",
 ]
 
 _OURS: dict[str, Callable[..., Array]] = {
