@@ -8,6 +8,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+from gguf_files import pair, raw, row, text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -92,26 +93,7 @@ def blocks(kind, number, rng):
     return content.tobytes()
 
 
-# A writer that writes whatever it is told -----------------------------------------------------------------------------
-
-
-def text(value):
-    content = value if isinstance(value, bytes) else value.encode()
-    return struct.pack("<Q", len(content)) + content
-
-
-def pair(key, kind, value):
-    return text(key) + struct.pack("<I", kind) + value
-
-
-def row(name, sizes, kind, offset):
-    """A line of the table; sizes innermost first."""
-    return text(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, kind, offset)
-
-
-def raw(pairs=(), rows=(), data=b"", *, alignment=32, version=3, magic=b"GGUF"):
-    head = magic + struct.pack("<IQQ", version, len(rows), len(pairs)) + b"".join(pairs) + b"".join(rows)
-    return head + bytes(-len(head) % alignment) + data
+# Files ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

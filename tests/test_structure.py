@@ -24,6 +24,7 @@ LEVELS = [
     ["layers", "positions", "biases", "blocks", "models"],
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
     ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
+    ["convert.gguf_config", "convert.from_gguf", "convert.gguf_tokenizer"],
     ["cli"],
     ["jaxformer"],
 ]
