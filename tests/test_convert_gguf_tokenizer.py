@@ -1,5 +1,6 @@
 """Tokenizers rebuilt from GGUF metadata: against the library's own, by hand, and what is refused."""
 
+import itertools
 import json
 import re
 
@@ -147,16 +148,108 @@ def test_a_trained_tokenizer_is_rebuilt(pairs, text):
     assert rebuilt.decode(ids, skip_special_tokens=False) == text
 
 
+# SentencePiece's BPE --------------------------------------------------------------------------------------------------
+
+JOINED = ["ab", "\u2581a", "ba", "\u2581\u2581", "aab", "aba", "\u2581ab", "\u2581\u2581\u2581a", "bb", "abba"]
+PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "  ", "<x>", "[PAD0]"]
+PIECE_KINDS = [2, 3, 3, *[6] * 256, 4, 4, 5]
+PIECES, PIECE_KINDS = [*PIECES, *JOINED, *"ab<>x\u2581é"], np.int32([*PIECE_KINDS, *[1] * (len(JOINED) + 7)])
+SCORES = np.float32([-1000.0] * 262 + [-i for i in range(len(JOINED) + 7)])
+
+
+def scored(**more):
+    fields = {"model": "llama", "tokens": PIECES, "scores": SCORES, "token_type": PIECE_KINDS}
+    fields |= {"unknown_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "add_space_prefix": False}
+    return {f"tokenizer.ggml.{key}": value for key, value in (fields | more).items() if value is not None}
+
+
+def pieces(text, normal, users, prefix):
+    """SentencePiece's BPE: tokens of users, from the left and the longest; then the best pair, again and again."""
+    text = ("\u2581" * (prefix and text != "") + text).replace(" ", "\u2581")
+    symbols = []
+    while text:
+        user = max((u for u in users if text.startswith(u)), key=len, default=None)
+        symbols.append((user or text[0], user is not None))
+        text = text[len(symbols[-1][0]) :]
+    while True:
+        joins = [
+            (normal[a + b], -i)
+            for i, ((a, user), (b, other)) in enumerate(itertools.pairwise(symbols))
+            if not user and not other and a + b in normal
+        ]
+        if not joins:
+            break
+        i = -max(joins)[1]
+        symbols[i : i + 2] = [(symbols[i][0] + symbols[i + 1][0], False)]
+    for symbol, user in symbols:
+        if user:
+            yield symbol.replace("\u2581", " ")
+        elif symbol in normal:
+            yield symbol
+        else:
+            yield from (f"<0x{byte:02X}>" for byte in symbol.encode())
+
+
+@pytest.fixture(scope="module", params=[False, True])
+def by_scores(request, tmp_path_factory):
+    prefix = request.param
+    kinds = PIECE_KINDS if not prefix else np.where(PIECE_KINDS == 4, 3, PIECE_KINDS).astype("i4")
+    path = tmp_path_factory.mktemp("scores") / "model.gguf"
+    path.write_bytes(whole(scored(token_type=kinds, add_space_prefix=prefix)))
+    normal = {token: score for token, score, kind in zip(PIECES, SCORES, PIECE_KINDS, strict=True) if kind == 1}
+    return tokenizer(GGUFFile(path)), normal, [] if prefix else ["\u2581\u2581", "<x>"], prefix
+
+
+@given(st.text("ab <>xé\n", max_size=30) | st.text(max_size=10))
+@settings(max_examples=400)
+def test_the_best_score_is_joined_first(by_scores, text):
+    built, normal, users, prefix = by_scores
+    if prefix:  # there they are special
+        text = text.replace("  ", " ").replace("  ", " ").replace("<x>", "")
+    found = built.encode(text, add_special_tokens=False)
+    assert found.ids == [PIECES.index(piece) for piece in pieces(text, normal, users, prefix)]
+    assert built.decode(found.ids, skip_special_tokens=False) == text.replace("\u2581", " ")
+
+
+def test_pieces_by_hand(build):
+    built = build(scored())
+    wanted = ["<s>", "abba", "  ", "é", "<x>"]
+    assert built.encode("abba  é<x>").ids == [PIECES.index(piece) for piece in wanted]
+    assert tokens(built, "\n</s>a") == ["<s>", "<0x0A>", "</s>", "a"]
+    assert tokens(build(scored(add_bos_token=False)), "ab") == ["ab"]
+    assert built.get_vocab(with_added_tokens=True) == {piece: number for number, piece in enumerate(PIECES)}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"scores": None}, "scores is not one number for each of the 279 tokens"),
+        ({"scores": SCORES[:-1]}, "scores is not one number for each"),
+        ({"scores": np.zeros_like(SCORES)}, "scores is not a different number for each normal token"),
+        ({"scores": np.append(SCORES[:-1], np.float32(np.nan))}, "scores is not a different number"),
+        ({"tokens": [*PIECES[:-1], "a"]}, "tokens holds a token twice"),
+        ({"tokens": [*PIECES[:261], "<unused0>", *PIECES[262:]]}, "token_type says that '<unused0>' is unused"),
+        ({"token_type": PIECE_KINDS + 1}, "token_type holds 7, which"),
+        ({"unknown_token_id": None}, "unknown_token_id is None and not the id of a token"),
+        ({"add_space_prefix": 0}, "add_space_prefix is 0 and not true or false"),
+        ({"add_space_prefix": None}, "add_space_prefix puts a space before texts, but not after tokens that users"),
+    ],
+)
+def test_scores_that_give_no_tokenizer_are_refused(build, more, message):
+    with pytest.raises(ValueError, match=re.escape(f"model.gguf: tokenizer.ggml.{message}")):
+        build(scored(**more))
+
+
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"model": "llama"}, "model is 'llama'; only 'gpt2' (byte-level BPE) can be rebuilt; use tokenizer.json"),
-        ({"model": None}, "model is None; only"),
-        ({"model": 3}, "model is 3; only"),
-        ({"pre": "default"}, "pre is 'default'; known patterns are gpt-2, llama-bpe, qwen2, smollm"),
+        ({"model": "bert"}, "model is 'bert'; known are gpt2, llama; use the model's tokenizer.json"),
+        ({"model": None}, "model is None; known"),
+        ({"model": 3}, "model is 3; known"),
+        ({"pre": "default"}, "pre is 'default'; known are gpt-2, llama-bpe, qwen2, smollm; use the model's"),
         ({"pre": None}, "pre is None; known"),
         ({"pre": ["gpt-2"]}, "pre is ['gpt-2']; known"),
         ({"tokens": None}, "tokens is not a list of strings"),
@@ -170,7 +263,7 @@ def test_a_trained_tokenizer_is_rebuilt(pairs, text):
         ({"token_type": None}, "token_type is not one number for each of the 272 tokens"),
         ({"token_type": KINDS[:-1]}, "token_type is not one number for each"),
         ({"token_type": "3"}, "token_type is not one number for each"),
-        ({"token_type": KINDS + 1}, "token_type holds 2, which byte-level BPE has no use for"),
+        ({"token_type": KINDS + 1}, "token_type holds 2, which such a tokenizer has no use for"),
         ({"add_bos_token": 1}, "add_bos_token is 1 and not true or false"),
         ({"add_bos_token": True, "bos_token_id": None}, "bos_token_id is None and not the id of a token"),
         ({"add_eos_token": True, "eos_token_id": 272}, "eos_token_id is 272 and not"),
@@ -182,25 +275,30 @@ def test_what_cannot_be_rebuilt_is_refused(build, more, message):
         build(metadata(**more))
 
 
-NAMES = [key.removeprefix("tokenizer.ggml.") for key in metadata()] + ["add_bos_token", "add_eos_token"]
+NAMES = sorted({key.removeprefix("tokenizer.ggml.") for key in metadata() | scored()} | {"add_eos_token"})
 VALUES = (
     st.none()
     | st.booleans()
     | st.integers(-1, 300)
-    | st.sampled_from(["gpt2", "qwen2", "smollm"])
+    | st.sampled_from(["gpt2", "llama", "qwen2", "smollm", np.zeros(4, "f4")])
     | st.lists(st.text(max_size=3) | st.sampled_from(["a b", "$A", "a:1", ""]), max_size=5)
     | st.lists(st.integers(0, 6), max_size=5).map(np.int32)
 )
 
 
-@given(st.dictionaries(st.sampled_from(NAMES), VALUES, min_size=1, max_size=4), st.booleans())
+@given(
+    st.dictionaries(st.sampled_from(NAMES), VALUES, min_size=1, max_size=4),
+    st.sampled_from([metadata, scored]),
+    st.booleans(),
+)
 @settings(max_examples=300)
-def test_whatever_the_metadata_say_there_is_an_error_or_a_tokenizer(tmp_path_factory, changes, small):
+def test_whatever_the_metadata_say_there_is_an_error_or_a_tokenizer(tmp_path_factory, changes, fields_of, small):
     if small:  # so that lists of any length fit each other
         fields = {"tokens": ["a:1", "b", "$A", "a"], "merges": [], "token_type": np.int32([3, 1, 3, 1])}
+        fields["scores"] = np.float32([0, -1, -2, -3])
         changes = fields | {"bos_token_id": 0, "eos_token_id": 2} | changes
     path = tmp_path_factory.getbasetemp() / "tokenizer.gguf"
-    path.write_bytes(whole(metadata(**changes)))
+    path.write_bytes(whole(fields_of(**changes)))
     file = GGUFFile(path)
     try:
         built = tokenizer(file)
