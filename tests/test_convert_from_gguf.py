@@ -287,7 +287,14 @@ def test_windows_of_gemma(read):
     # The 27B models scale the scores by D / N and not by the width of a head.
     assert layers("gemma3", 62)["query_pre_attn_scalar"] == layers("gemma2", 46)["query_pre_attn_scalar"] == D // N
     assert layers("gemma3", 46)["query_pre_attn_scalar"] == H
-    assert config_of(read, "gemma3", rope__freq_base_swa=5e3)["rope_local_base_freq"] == 5e3
+
+
+def test_what_later_files_of_gemma_3_say_themselves(read):
+    more = {"rope__freq_base_swa": 5e3, "attention__sliding_window_pattern": 2, "final_logit_softcapping": 30.0}
+    config = config_of(read, "gemma3", **more)
+    assert config["rope_local_base_freq"] == 5e3
+    assert config["final_logit_softcapping"] == 30.0
+    assert config["layer_types"] == [SLIDING, FULL]
 
 
 def test_scalings_of_rotary_positions(read):

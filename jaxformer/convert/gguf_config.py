@@ -207,7 +207,10 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
     config["rope_theta"] = fields.number("rope.freq_base")
     config["rope_local_base_freq"] = fields.number("rope.freq_base_swa", 10000.0)
     config["rope_scaling"] = _rope_scaling(fields, ("none", "linear"))
-    return config | {"layer_types": _layer_types(config["num_hidden_layers"], 6)}
+    if fields.has("final_logit_softcapping"):
+        config["final_logit_softcapping"] = fields.number("final_logit_softcapping")
+    period = fields.size("attention.sliding_window_pattern", 6)
+    return config | {"layer_types": _layer_types(config["num_hidden_layers"], period)}
 
 
 def _gpt2(fields: Fields) -> dict[str, Any]:
