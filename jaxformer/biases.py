@@ -37,7 +37,7 @@ class Alibi(PositionBias):
 
     slopes: Leaf
 
-    def __call__(self, q_positions: Int[Array, "b t"], kv_positions: Int[Array, "b s"]) -> Float[Array, "b N t s"]:
+    def __call__(self, q_positions: Int[Array, "#b t"], kv_positions: Int[Array, "#b s"]) -> Float[Array, "b N t s"]:
         distance = jnp.abs(q_positions[:, None, :, None] - kv_positions[:, None, None, :])
         return -self.slopes[:, None, None] * distance.astype(jnp.float32)
 
@@ -56,7 +56,7 @@ class Relative(PositionBias):
     two_sided: bool
     reach: int
 
-    def __call__(self, q_positions: Int[Array, "b t"], kv_positions: Int[Array, "b s"]) -> Float[Array, "b N t s"]:
+    def __call__(self, q_positions: Int[Array, "#b t"], kv_positions: Int[Array, "#b s"]) -> Float[Array, "b N t s"]:
         # A chain of selects and no gather: kernels can run it too.
         after, distance = self._distance(q_positions[:, None, :, None], kv_positions[:, None, None, :])
         side = self.table.shape[1] // (1 + self.two_sided)
@@ -64,7 +64,7 @@ class Relative(PositionBias):
         return jnp.where(after, self._chain(distance, side, side), bias) if self.two_sided else bias
 
     def pullback(
-        self, q_positions: Int[Array, "b t"], kv_positions: Int[Array, "b s"], gradient: Float[Array, "b N t s"]
+        self, q_positions: Int[Array, "#b t"], kv_positions: Int[Array, "#b s"], gradient: Float[Array, "b N t s"]
     ) -> "Relative":
         """Adds up the gradient of each bucket; several times faster on a CPU than the transposed selects."""
         after, distance = self._distance(q_positions[:, :, None], kv_positions[:, None, :])

@@ -21,7 +21,7 @@ LEVELS = [
     ["checks", "rotary", "config", "presets", "masks", "trees", "cache", "taps", "sharding"],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
     ["losses", "sampling", "optim"],
-    ["layers", "positions", "biases", "blocks", "models"],
+    ["layers", "positions", "biases", "embeddings", "heads", "blocks", "models"],
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
     ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
     ["cli"],
