@@ -17,6 +17,7 @@ LEVELS = [
     ["config", "masks", "trees", "cache", "taps", "sharding"],
     [
         *("attention." + name for name in ("bias", "dropout", "einsum", "online", "grid", "chunked", "cached")),
+        *("attention." + name for name in ("flash_kernels", "flash")),
         "attention",
     ],
     ["losses", "sampling", "optim"],

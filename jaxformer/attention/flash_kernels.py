@@ -2,7 +2,7 @@
 
     forward   z_t = sum_s p_ts v_s / l_t,   lse_t = log sum_s e^(a_ts)                        over s, online
     queries   dq_t = scale sum_s da_ts k_s,   da_ts = p_ts (dz_t . v_s - delta_t)             over s
-    keys      dk_s = scale sum_t da_ts q_t,   dv_s = sum_t p_ts dz_t                          over t and the group's heads
+    keys      dk_s = scale sum_t da_ts q_t,   dv_s = sum_t p_ts dz_t                          over t and heads
 
 with p_ts = e^(a_ts - lse_t) made again from the saved lse, and delta_t = dz_t . z_t (Dao 2023, "FlashAttention-2",
 algorithms 1 and 2). The bodies are the same for Triton (GPU), Mosaic (TPU) and the interpreter (CPU), and so keep to
@@ -26,8 +26,7 @@ class Static(NamedTuple):
     """What the kernels are compiled for.
 
     Attributes:
-      leaves: structure of a `PositionBias`, and the shape of one head of each leaf; None: the bias is an array, or none.
-      precision: of the products; see `flash.precision`.
+      leaves: structure of a `PositionBias`, and the shape of one head of each leaf; None: an array as bias, or none.
     """
 
     scale: float
@@ -94,8 +93,9 @@ def forward_kernel(
         return new, total, decay * z + _product(static, weights.astype(v.dtype), v)
 
     column = jnp.zeros((q.shape[0], 1), jnp.float32)
+    first, stop = span.bounds(pl.program_id(3))
     start = (column - jnp.inf, column, jnp.zeros(q.shape, jnp.float32))
-    most, total, z = jax.lax.fori_loop(*span.bounds(pl.program_id(3)), step, start)
+    most, total, z = jax.lax.fori_loop(first, stop, step, start)
     seen = total != 0
     total = jnp.where(seen, total, 1.0)
     z_ref[...] = (z / total).astype(z_ref.dtype)
@@ -138,10 +138,10 @@ def queries_kernel(
 
     if dbias and not static.leaves:  # What no step writes is 0, not what happened to be in that memory.
         blank = jnp.zeros((q.shape[0], k_ref.shape[1]), jnp.float32)
-        for bounds in ((0, first), (stop, k_ref.shape[0])):
-            jax.lax.fori_loop(*bounds, lambda j, _: _write(dbias[0], j, blank), None)
-    start = (jnp.zeros(q.shape, jnp.float32), tuple(map(jnp.zeros_like, leaves)))
-    dq, gradients = jax.lax.fori_loop(first, stop, step, start)
+        for start, end in ((0, first), (stop, k_ref.shape[0])):
+            jax.lax.fori_loop(start, end, lambda j, _: _write(dbias[0], j, blank), None)
+    zeros = (jnp.zeros(q.shape, jnp.float32), tuple(map(jnp.zeros_like, leaves)))
+    dq, gradients = jax.lax.fori_loop(first, stop, step, zeros)
     dq_ref[...] = dq.astype(dq_ref.dtype)
     for ref, gradient in zip(dbias, gradients, strict=False):
         ref[...] = gradient

@@ -40,7 +40,7 @@ class Grid(NamedTuple):
         return active if self.layout is None else active & self.layout
 
     def active_rows(self) -> Bool[Array, "I J b"]:
-        """Returns False where the positions and segments of a row allow no pair, judged by the extremes of either side."""
+        """Returns False where a row allows no pair of the block, judged by the extremes of either side."""
         valid = self.kv_positions >= 0
         first = jnp.where(valid, self.kv_positions, FAR + 1).min(axis=2)[None]
         last = self.kv_positions.max(axis=2)[None]
