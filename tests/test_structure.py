@@ -14,8 +14,8 @@ import jaxformer as jf
 
 ROOT = Path(__file__).parent.parent
 ATTENTION = (
-    *("bias", "dropout", "indices", "einsum", "online", "grid", "chunked", "splash", "cudnn"),
-    *("cached", "sparse", "features", "linear"),
+    *("bias", "dropout", "indices", "einsum", "online", "grid", "chunked", "flash_kernels", "flash"),
+    *("splash", "cudnn", "cached", "sparse", "features", "linear"),
 )
 LEVELS = [
     ["checks", "rotary", "config", "presets", "masks", "trees", "cache", "taps", "sharding"],
