@@ -57,7 +57,7 @@ def flash_attention(
       bias: an array, whose gradient has a row for each of the batch until they are summed; or a `PositionBias`, no
         block of which leaves the kernel. Kernels know no gather, slice or array constant: pick an entry of a leaf by a
         masked sum. On a GPU a leaf has a power of two of numbers a head.
-      platform: what the call is compiled for: "gpu", "tpu" (v5e and later; v4 cannot turn a row into a column), or
+      platform: what the call is compiled for: "gpu", "tpu" (v5e and later; Mosaic refuses it for v4), or
         "cpu" (interpreted, slowly). None: `jax.default_backend()`; give it to compile for another machine.
 
     Raises:
