@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from jax.experimental import pallas as pl
 from position_biases import Linear, Table
 from tolerances import BFLOAT16, FLOAT32, GRADIENT
 
@@ -204,6 +205,34 @@ def test_no_row_of_scores_and_no_repeated_keys_are_in_the_program():
 
     jaxpr = str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2, 3)))(x, kv, kv, jnp.ones(8)))
     assert not re.search(r"512,512\]|16,512\]", jaxpr)
+
+
+@pytest.mark.usefixtures("small_blocks")
+@pytest.mark.parametrize("kind", ["causal", "one row of packed queries"])
+@pytest.mark.parametrize("bias", ["array", "rows", "table"])
+def test_no_program_reaches_beyond_an_array(kind, bias, rng, monkeypatch):
+    """The interpreter would move such a block back inside; a machine reads what is there."""
+    launch, reached = pl.pallas_call, []
+
+    def watched(kernel, *, grid, in_specs, out_specs, out_shape, **how):
+        def call(*arrays):
+            specs, shapes = jax.tree.leaves((in_specs, out_specs)), jax.tree.leaves((arrays, out_shape))
+            for spec, x in zip(specs, shapes, strict=True):
+                if spec.block_shape is not None:
+                    last = spec.index_map(*(n - 1 for n in grid))
+                    ends = [(at + 1) * (n or 1) for at, n in zip(last, spec.block_shape, strict=True)]
+                    reached.append((ends, list(x.shape)))
+            return launch(kernel, grid=grid, in_specs=in_specs, out_specs=out_specs, out_shape=out_shape, **how)(
+                *arrays
+            )
+
+        return call
+
+    monkeypatch.setattr(pl, "pallas_call", watched)
+    (mask, _), (given, dz) = masked(kind, 37, 70), inputs(rng, 37, 70, 4, 2, 5, bias)
+    jax.eval_shape(lambda *given: passes(flash_attention, mask, given, dz), *given)
+    assert len(reached) > 30
+    assert [pair for pair in reached if any(end > n for end, n in zip(*pair, strict=True))] == []
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

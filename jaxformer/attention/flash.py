@@ -57,8 +57,8 @@ def flash_attention(
       bias: an array, whose gradient has a row for each of the batch until they are summed; or a `PositionBias`, no
         block of which leaves the kernel. Kernels know no gather, slice or array constant: pick an entry of a leaf by a
         masked sum. On a GPU a leaf has a power of two of numbers a head.
-      platform: "gpu", "tpu" or "cpu" (interpreted, slowly); what the call is compiled for. None:
-        `jax.default_backend()`. To be given where a program is compiled for another machine, as in tests.
+      platform: what the call is compiled for: "gpu", "tpu" (v5e and later; Mosaic refuses it for v4), or
+        "cpu" (interpreted, slowly). None: `jax.default_backend()`; give it to compile for another machine.
 
     Raises:
       ValueError: a pattern_fn, dropout, another function as bias, or another platform; on a GPU, a leaf of a size that
@@ -239,7 +239,7 @@ def _launch(static: Static, kernel: Callable[..., None], grid: dict[str, int], o
         out_specs=out_specs,
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x, _ in results],
         interpret=static.platform == "cpu",
-        compiler_params=_compiler_params(static.platform, len(grid)),
+        compiler_params=_compiler_params(static.platform, len(grid), results[0][0]),
     )(*(x for x, _ in operands))
 
 
@@ -249,9 +249,12 @@ def _shares(layout: str, x: Any, grid: dict[str, int]) -> tuple[int | None, ...]
     return tuple(n if axis == "*" else None if axis.islower() else n // grid[axis.lower()] for axis, n in sizes)
 
 
-def _compiler_params(platform: str, axes: int) -> Any:
+def _compiler_params(platform: str, axes: int, heads: Any) -> Any:
     if platform == "gpu":  # Without these a GPU's kernels go to Mosaic, which cannot compile them.
-        return pltriton.CompilerParams(num_warps=4, num_stages=2)
+        # Without a bias, four warps spill an H100's registers from 128 lanes of bfloat16 or 64 of float32 on; eight
+        # spill from 128 lanes of float32 on.
+        wide = heads.shape[-1] * heads.dtype.itemsize > 128
+        return pltriton.CompilerParams(num_warps=8 if wide else 4, num_stages=2)
     if platform == "tpu":
         parallel: Any = ("parallel",) * axes
         return pltpu.CompilerParams(dimension_semantics=parallel, vmem_limit_bytes=VMEM + 16 * 2**20)

@@ -83,7 +83,7 @@ def forward_kernel(
     def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         most, total, z = carry
         v, columns = v_ref[j], _read(keys, j)
-        tile = _along_keys(static, bias, leaves, rows, columns, j)
+        tile = _bias_along_keys(static, bias, leaves, rows, columns, j)
         _, scores = _scores(static, q, k_ref[j], _seen(_turn(rows), columns), tile)
         new = jnp.maximum(most, scores.max(axis=1, keepdims=True))
         # Rows that have seen nothing yet keep -inf; subtracting 0 instead keeps e^(-inf) = 0 free of NaN.
@@ -126,7 +126,7 @@ def queries_kernel(
     def step(j: Array, carry: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
         dq, gradients = carry
         k, columns = k_ref[j], _read(keys, j)
-        tile = _along_keys(static, bias, leaves, rows, columns, j)
+        tile = _bias_along_keys(static, bias, leaves, rows, columns, j)
         capped, scores = _scores(static, q, k, _seen(_turn(rows), columns), tile)
         da = jnp.exp(scores - lse) * (_product(static, dz, v_ref[j], transposed=True) - delta)
         if static.leaves:
@@ -175,7 +175,7 @@ def keys_kernel(
         def step(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             dk, dv = carry
             q, dz, rows = q_ref[g, i], dz_ref[g, i], _read(queries, i)
-            tile = _along_queries(static, bias, leaves, rows, columns, (g, i))
+            tile = _bias_along_queries(static, bias, leaves, rows, columns, (g, i))
             capped, scores = _scores(static, k, q, _seen(rows, _turn(columns)), tile)
             p = jnp.exp(scores - lse_ref[g, i])
             da = p * (_product(static, v, dz, transposed=True) - delta_ref[g, i])
@@ -228,7 +228,7 @@ def _product(static: Static, x: Array, y: Array, transposed: bool = False) -> Ar
 # The bias of one block ------------------------------------------------------------------------------------------------
 
 
-def _along_keys(
+def _bias_along_keys(
     static: Static, bias: tuple[Ref, ...], leaves: tuple[Array, ...], rows: Queries, columns: Keys, j: Array
 ) -> Array | None:
     """Returns the bias [t s] of key block j for the program's queries; an array's ref is [t S]."""
@@ -238,7 +238,7 @@ def _along_keys(
     return bias[0][:, pl.ds(pl.multiple_of(j * s, s), s)].astype(jnp.float32) if bias else None
 
 
-def _along_queries(
+def _bias_along_queries(
     static: Static,
     bias: tuple[Ref, ...],
     leaves: tuple[Array, ...],
