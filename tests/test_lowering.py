@@ -1,11 +1,15 @@
 """Kernels are lowered for machines that are not here: what Triton and Mosaic refuse in a kernel's text shows."""
 
+from functools import partial
+
+import draw
 import jax
 import jax.numpy as jnp
 import pytest
 from position_biases import Linear, Table
 
 import jaxformer as jf
+from jaxformer.attention import IMPLEMENTATIONS
 from jaxformer.attention.flash import flash_attention
 
 B, T, N, K, H = 2, 300, 4, 2, 40
@@ -41,3 +45,28 @@ def test_the_kernels_of_both_passes_are_lowered(platform, dtype, bias, precision
             traced = jax.jit(function).trace((q, kv, kv, leaf), segments, window)
             text = traced.lower(lowering_platforms=(platform,)).as_text()
             assert text.count(f"custom_call @{CALL[platform]}(") == kernels
+
+
+@pytest.mark.parametrize(
+    ("platform", "attention", "kernels"),
+    [
+        ("cuda", "chunked", (0, 0)),
+        ("cuda", "flash", (6, 3)),
+        ("tpu", "chunked", (0, 0)),
+        ("tpu", "flash", (6, 3)),
+        ("tpu", "splash", (3, 3)),  # functions under jit, which two layers share
+    ],
+)
+@pytest.mark.parametrize("scan", [False, True])
+def test_a_whole_training_step_is_lowered(platform, attention, kernels, scan, monkeypatch):
+    """Packed rows, grouped heads, AdamW; `kernels` in a loop over two layers and in a scan."""
+    target = "gpu" if platform == "cuda" else platform
+    monkeypatch.setitem(IMPLEMENTATIONS, "flash", partial(flash_attention, platform=target))
+    rows = jax.ShapeDtypeStruct((2, 256), jnp.int32)
+    model = jf.build(draw.tiny(attention=attention, d_head=64, scan_layers=scan, dtype="bfloat16"))
+    optimizer = jf.optim.adamw(1e-3)
+    batch = jf.data.Batch(rows, rows, jax.ShapeDtypeStruct((2, 256), jnp.float32), rows, rows)
+    state = jax.eval_shape(lambda: jf.init_state(jf.build(draw.tiny(d_head=64, scan_layers=scan)), optimizer, seed=0))
+    step = jax.jit(jf.make_train_step(model, optimizer).__wrapped__, donate_argnums=0)
+    text = step.trace(state, batch).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count(f"custom_call @{CALL[platform]}(") == kernels[scan]
