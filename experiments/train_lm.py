@@ -120,7 +120,7 @@ class Run:
         self.tokenizer = make_tokenizer(settings, self.train_text, meta)
         # A small text may yield fewer tokens than were asked for.
         self.config = dataclasses.replace(settings.model, vocab_size=self.tokenizer.vocab_size)
-        self.model = jf.build(self.config)
+        self.model = jf.Decoder(self.config)
         self.schedule = jf.optim.warmup_cosine(
             settings.learning_rate, settings.warmup_steps, settings.num_steps, FINAL_FRACTION
         )

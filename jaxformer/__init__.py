@@ -6,12 +6,12 @@ Modules that need a heavy library (`tokenizers`, `grain`, `orbax`) are imported 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxformer import attention, losses, optim, sampling, sharding, trees
+from jaxformer import attention, heads, losses, optim, sampling, sharding, trees
 from jaxformer.cache import init_cache
 from jaxformer.config import Config
 from jaxformer.generate import Generation, generate, stream
 from jaxformer.masks import Mask
-from jaxformer.models import Decoder, build
+from jaxformer.models import Decoder, Encoder, EncoderDecoder, build
 from jaxformer.presets import PRESETS
 from jaxformer.rotary import Rotary
 
@@ -25,6 +25,8 @@ __all__ = [
     "PRESETS",
     "Config",
     "Decoder",
+    "Encoder",
+    "EncoderDecoder",
     "Generation",
     "Mask",
     "Rotary",
@@ -37,6 +39,7 @@ __all__ = [
     "evaluate",
     "fit",
     "generate",
+    "heads",
     "init_cache",
     "init_state",
     "losses",

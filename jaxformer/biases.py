@@ -37,7 +37,7 @@ class Alibi(PositionBias):
 
     slopes: Leaf
 
-    def __call__(self, q_positions: Int[Array, "b t"], kv_positions: Int[Array, "b s"]) -> Float[Array, "b N t s"]:
+    def __call__(self, q_positions: Int[Array, "#b t"], kv_positions: Int[Array, "#b s"]) -> Float[Array, "b N t s"]:
         distance = jnp.abs(q_positions[:, None, :, None] - kv_positions[:, None, None, :])
         return -self.slopes[:, None, None] * distance.astype(jnp.float32)
 
@@ -56,15 +56,15 @@ class Relative(PositionBias):
     two_sided: bool
     reach: int
 
-    def __call__(self, q_positions: Int[Array, "b t"], kv_positions: Int[Array, "b s"]) -> Float[Array, "b N t s"]:
-        # A chain of selects and no gather: kernels can run it too.
+    def __call__(self, q_positions: Int[Array, "#b t"], kv_positions: Int[Array, "#b s"]) -> Float[Array, "b N t s"]:
+        # A chain of selects, of entries that are masked sums: kernels, which know neither gather nor slice, run it too.
         after, distance = self._distance(q_positions[:, None, :, None], kv_positions[:, None, None, :])
         side = self.table.shape[1] // (1 + self.two_sided)
         bias = self._chain(distance, 0, side)
         return jnp.where(after, self._chain(distance, side, side), bias) if self.two_sided else bias
 
     def pullback(
-        self, q_positions: Int[Array, "b t"], kv_positions: Int[Array, "b s"], gradient: Float[Array, "b N t s"]
+        self, q_positions: Int[Array, "#b t"], kv_positions: Int[Array, "#b s"], gradient: Float[Array, "b N t s"]
     ) -> "Relative":
         """Adds up the gradient of each bucket; several times faster on a CPU than the transposed selects."""
         after, distance = self._distance(q_positions[:, :, None], kv_positions[:, None, :])
@@ -81,10 +81,14 @@ class Relative(PositionBias):
         return distance < 0, jnp.abs(distance) if self.two_sided else jnp.maximum(distance, 0)
 
     def _chain(self, distance: Array, first: int, side: int) -> Array:
-        rows = self.table[:, :, None, None]
-        bias = jnp.broadcast_to(rows[:, first], (distance.shape[0], rows.shape[0], *distance.shape[2:]))
-        for i, low in enumerate(bucket_starts(side, self.reach), start=first + 1):
-            bias = jnp.where(distance >= low, rows[:, i], bias)
+        numbers = jax.lax.broadcasted_iota(jnp.int32, self.table.shape, 1)
+
+        def entry(r: int) -> Array:
+            return jnp.where(numbers == r, self.table, 0).sum(axis=1)[:, None, None]
+
+        bias = jnp.broadcast_to(entry(first), (distance.shape[0], self.table.shape[0], *distance.shape[2:]))
+        for r, low in enumerate(bucket_starts(side, self.reach), start=first + 1):
+            bias = jnp.where(distance >= low, entry(r), bias)
         return bias
 
 

@@ -8,6 +8,7 @@
 for f = attention, then f = feed-forward. One `Stack` serves every arrangement of encoder and decoder.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxformer.attention import Dropout, attention, cached_attention, check_cached
 from jaxformer.biases import BIAS
-from jaxformer.cache import KV, Cache, LayerView, append_positions, store
+from jaxformer.cache import KV, Cache, LayerView, append_positions, store, store_source
 from jaxformer.config import Config
 from jaxformer.layers import MLP, Projection, make_norm
 from jaxformer.masks import FAR, Mask
@@ -178,8 +179,20 @@ class Attention(nn.Module):
         return ROTATE[config.positions](x, positions, turns)
 
 
+class Source(NamedTuple):
+    """What a decoder attends to besides its own text.
+
+    Attributes:
+      x: final hidden states of an encoder [B S D]; None: their keys and values are in the cache.
+      mask: of the decoder's tokens against the source's.
+    """
+
+    x: Leaf
+    mask: Mask
+
+
 class Block(nn.Module):
-    """One layer: attention, then feed-forward, each joined to the residual stream as `config.residual` says.
+    """One layer: attention, cross-attention if there is a source, feed-forward, joined as `config.residual` says.
 
     Takes and returns (x, cache), as `nn.scan` wants its carry; taps `x`, the residual stream after the block.
     """
@@ -194,6 +207,7 @@ class Block(nn.Module):
         positions: Int[Array, "#B T"],
         mask: Mask,
         bias: Any = None,
+        source: Source | None = None,
     ) -> tuple[tuple[Array, Cache | None], None]:
         config = self.config
         x, cache = carry
@@ -209,8 +223,18 @@ class Block(nn.Module):
             cache, view = store(cache, layer.index, fresh)
             return dropout(attn(h, view, mask, bias, positions=positions, turns=layer.turns))
 
-        sublayers = {"attn": attend, "mlp": lambda h: dropout(mlp(h))}
-        x = RESIDUAL[config.residual](x, sublayers, partial(make_norm, config))
+        def attend_to_source(h: Array) -> Array:
+            nonlocal cache
+            assert source is not None
+            # Positions of two texts have no distance: neither turns nor a bias.
+            cross = Attention(dataclasses.replace(config, positions="none"), name="cross")
+            kv: Any = None if source.x is None else cross.keys_values(source.x, source.mask.kv_positions)
+            if cache is not None:
+                cache, kv = store_source(cache, layer.index, kv)
+            return dropout(cross(h, kv, source.mask))
+
+        sublayers = {"attn": attend} | ({} if source is None else {"cross": attend_to_source})
+        x = RESIDUAL[config.residual](x, sublayers | {"mlp": lambda h: dropout(mlp(h))}, partial(make_norm, config))
         return (constrain(tap(self, "x", x), "BTD"), cache), None
 
 
@@ -233,6 +257,7 @@ class Stack(nn.Module):
         mask: Mask | None = None,
         cache: Cache | None = None,
         *,
+        source: Source | None = None,
         ordered: bool = False,
     ) -> tuple[Float[Array, "B T D"], Cache | None]:
         """Runs every layer; with a cache, its new tokens attend to what it holds and are added to it.
@@ -240,6 +265,7 @@ class Stack(nn.Module):
         Args:
           mask: None: the stack's own, causal or full, in which `ordered` says that positions count up one by one
             within each document. Windows of the config narrow either.
+          source: what cross-attention is to; None: there is none.
         """
         config, layers = self.config, make_layers(self.config)
         if cache is not None:
@@ -257,13 +283,13 @@ class Stack(nn.Module):
                 Block,
                 variable_axes={"params": 0, **COLLECTIONS},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+                in_axes=(0, *[nn.broadcast] * 4),
                 length=config.num_layers,
             )
-            carry, _ = scanned(config, name="layers")(carry, stacked(layers), positions, mask, bias)
+            carry, _ = scanned(config, name="layers")(carry, stacked(layers), positions, mask, bias, source)
         else:
             for i, layer in enumerate(layers):
-                carry, _ = Block(config, name=f"layers_{i}")(carry, layer, positions, mask, bias)
+                carry, _ = Block(config, name=f"layers_{i}")(carry, layer, positions, mask, bias, source)
         x, cache = carry
         has_final_norm = config.residual != "post" if config.final_norm is None else config.final_norm
         return (make_norm(config, "final_norm")(x) if has_final_norm else x), cache

@@ -15,7 +15,7 @@ from jaxformer import sampling
 from jaxformer.checkpoint import Checkpointer
 from jaxformer.config import Config
 from jaxformer.generate import stream
-from jaxformer.models import Decoder, build
+from jaxformer.models import Decoder
 from jaxformer.tokenizers import Tokenizer
 
 
@@ -75,7 +75,10 @@ def load_run(folder: Path) -> tuple[Decoder, Any, Tokenizer]:
         for name, kind in {"config": dict, "tokenizer": str}.items():
             if not isinstance(meta.get(name), kind):
                 raise ValueError(f"the checkpoint in {folder} is damaged: its meta holds no {name}")
-        model, tokenizer = build(Config.from_dict(meta["config"])), Tokenizer.from_json(meta["tokenizer"])
+        config, tokenizer = Config.from_dict(meta["config"]), Tokenizer.from_json(meta["tokenizer"])
+        if config.architecture != "decoder":
+            raise ValueError(f"{folder} holds an {config.architecture}; only a decoder can continue a text")
+        model = Decoder(config)
         shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32)))["params"]
         return model, checkpointer.restore_params(shapes), tokenizer
 

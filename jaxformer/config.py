@@ -11,10 +11,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxformer.checks import check_choice, check_positive, check_size
+from jaxformer.checks import check_choice, check_flag, check_positive, check_rate, check_size
 from jaxformer.rotary import Rotary
 
-Architecture = Literal["decoder"]
+Architecture = Literal["encoder", "decoder", "encoder_decoder"]
+Head = Literal["lm", "masked_lm", "pooler", "classifier", "token_classifier", "none"]
 Residual = Literal["pre", "post", "sandwich", "parallel"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["none", "learned", "sinusoidal", "rotary", "alibi", "relative"]
@@ -23,6 +24,7 @@ DType = Literal["float32", "bfloat16"]
 
 _CHOICES: dict[str, Any] = {
     "architecture": Architecture,
+    "head": Head,
     "residual": Residual,
     "norm": Norm,
     "positions": Positions,
@@ -30,7 +32,10 @@ _CHOICES: dict[str, Any] = {
     "dtype": DType,
     "param_dtype": DType,
 }
-_OPTIONAL_SIZES = ("num_kv_heads", "d_head", "d_ff")
+_OPTIONAL_SIZES = (
+    *("num_kv_heads", "d_head", "d_ff", "d_embed", "num_decoder_layers", "decoder_d_ff"),
+    *("target_vocab_size", "num_labels", "num_token_types"),
+)
 _SIZES = (
     *("vocab_size", "max_len", "d_model", "num_layers", "num_heads", "relative_buckets", "relative_reach"),
     *_OPTIONAL_SIZES,
@@ -53,15 +58,27 @@ class Config:
 
     # What the model is.
     architecture: Architecture = "decoder"
-    """The arrangement of stacks; decoder: one causal stack."""
+    """The arrangement of stacks; encoder: one two-sided stack, decoder: one causal stack, encoder_decoder: both, the
+    second with cross-attention to the first."""
+    head: Head = "lm"
+    """What a model returns: lm, logits of the vocabulary; masked_lm, the same after one more layer; pooler, a vector of
+    the first token; classifier, logits of that; token_classifier, logits of each token; none, the hidden states."""
+    num_labels: int | None = None
+    """Number of classes of a classifier."""
     vocab_size: int
     """Number of token ids."""
+    target_vocab_size: int | None = None
+    """Token ids of a decoder that has embeddings of its own. None: it shares those of the encoder."""
+    num_token_types: int | None = None
+    """Rows of a table that tells parts of a text apart, such as a question from its passage. None: no table."""
     max_len: int
     """Context length in tokens: rows of a learned position table, and the most that `generate` will hold."""
     d_model: int
     """Width of the residual stream."""
     num_layers: int
-    """Number of blocks."""
+    """Number of blocks, of each stack."""
+    num_decoder_layers: int | None = None
+    """Number of blocks of the decoder beside an encoder. None: num_layers."""
     num_heads: int
     """Number of query heads."""
     num_kv_heads: int | None = None
@@ -70,6 +87,10 @@ class Config:
     """Width of one head. None: d_model / num_heads."""
     d_ff: int | None = None
     """Width of the feed-forward layer. None: 4 * d_model."""
+    decoder_d_ff: int | None = None
+    """Width of the feed-forward layer of the decoder beside an encoder. None: d_ff."""
+    d_embed: int | None = None
+    """Width of the embeddings, where a projection follows them. None: d_model, without a projection."""
     residual: Residual = "pre"
     """How a sublayer f and its norm join the stream: pre, x + f(norm(x)); post, norm(x + f(x)); sandwich,
     x + norm'(f(norm(x))); parallel, x + attention(norm(x)) + feed-forward(norm'(x))."""
@@ -147,17 +168,18 @@ class Config:
                 "each key/value head serves the same number of query heads"
             )
         self._check_positions()
+        self._check_arrangement()
 
     def _check_positions(self) -> None:
         width = self.sizes["H"]
-        lanes = {width if rotary.width is None else rotary.width for rotary in self.rotaries}
+        turned = {width if rotary.width is None else rotary.width for rotary in self.rotaries}
         if self.positions == "rotary":
-            if any(number % 2 for number in lanes):
+            if any(number % 2 for number in turned):
                 what = "rotary.width" if self.rotaries[0].width else "d_head"
-                raise ValueError(f"rotary positions turn pairs of lanes, but {what}={max(lanes)} is odd; make it even")
-            if len(lanes) > 1 or max(lanes) > width:
+                raise ValueError(f"rotary positions turn pairs of lanes, but {what}={max(turned)} is odd; make it even")
+            if len(turned) > 1 or max(turned) > width:
                 raise ValueError(
-                    f"rotary.width={sorted(lanes)}: all layers turn the same number of lanes, at most d_head={width}"
+                    f"rotary.width={sorted(turned)}: all layers turn the same number of lanes, at most d_head={width}"
                 )
         if self.positions == "relative" and (
             self.relative_buckets % 2 or self.relative_buckets < 4 or self.relative_reach <= self.relative_buckets // 2
@@ -166,24 +188,33 @@ class Config:
                 f"relative_buckets={self.relative_buckets} must be even and at least 4, and relative_reach="
                 f"{self.relative_reach} beyond the half of them, which counts distances one by one"
             )
-        if self.positions == "sinusoidal" and self.d_model % 2:
+        name, lanes = ("d_model", self.d_model) if self.d_embed is None else ("d_embed", self.d_embed)
+        if self.positions == "sinusoidal" and lanes % 2:
+            raise ValueError(f"sinusoidal positions fill pairs of lanes, but {name}={lanes} is odd; make it even")
+
+    def _check_arrangement(self) -> None:
+        if self.architecture != "encoder" and self.head != "lm":
+            raise ValueError(f"head={self.head!r} is for an encoder; a model with a decoder has head='lm'")
+        if (self.head in ("classifier", "token_classifier")) != (self.num_labels is not None):
             raise ValueError(
-                f"sinusoidal positions fill pairs of lanes, but d_model={self.d_model} is odd; make it even"
+                f"head={self.head!r} with num_labels={self.num_labels}: only classifiers have it, and must"
             )
+        if self.architecture != "encoder_decoder":
+            for name in ("num_decoder_layers", "decoder_d_ff", "target_vocab_size"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}={getattr(self, name)} is for architecture='encoder_decoder'")
+        if self.d_embed is not None and self.tie_embeddings and self.head == "lm":
+            raise ValueError(f"d_embed={self.d_embed}: a head tied to narrower embeddings needs head='masked_lm'")
 
     def _check_types(self) -> None:
         for name in _SIZES:
             check_size(name, getattr(self, name), optional=name in _OPTIONAL_SIZES)
         for name in (*_FLAGS, *_OPTIONAL_FLAGS):
-            value = getattr(self, name)
-            if type(value) is not bool and not (value is None and name in _OPTIONAL_FLAGS):
-                raise ValueError(f"{name}={value!r} must be true or false")
+            check_flag(name, getattr(self, name), optional=name in _OPTIONAL_FLAGS)
         for name in ("norm_eps", *_OPTIONAL_NUMBERS):
             check_positive(name, getattr(self, name), optional=name in _OPTIONAL_NUMBERS)
         for name in _RATES:
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < 1:
-                raise ValueError(f"{name}={value!r} must be a number from 0 up to, but without, 1")
+            check_rate(name, getattr(self, name))
         if not isinstance(self.attention, str):
             raise ValueError(f"attention={self.attention!r} must be the name of an implementation, or 'auto'")
         for name in ("window", "rotary"):
@@ -196,7 +227,7 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every size under its letter: V D L N K H F, P rows of a position table, R buckets of relative positions."""
+        """Every size by letter: also P rows of positions, R buckets, E embedding, O square projections, Y classes."""
         return {
             "V": self.vocab_size,
             "P": self.max_len,
@@ -207,7 +238,16 @@ class Config:
             "H": self.d_head or self.d_model // self.num_heads,
             "F": self.d_ff or 4 * self.d_model,
             "R": self.relative_buckets,
+            "E": self.d_embed or self.d_model,
+            "O": self.d_model,
+            "Y": self.num_labels or 0,
         }
+
+    @property
+    def of_decoder(self) -> "Config":
+        """The config whose layers are those of the decoder."""
+        layers, d_ff = self.num_decoder_layers or self.num_layers, self.decoder_d_ff or self.d_ff
+        return dataclasses.replace(self, num_layers=layers, d_ff=d_ff, num_decoder_layers=None, decoder_d_ff=None)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -255,9 +295,4 @@ def _from_json(name: str, value: Any) -> Any:
     """Makes tuples of lists, and a Rotary of its fields."""
     if isinstance(value, list | tuple):
         return tuple(_from_json(name, entry) for entry in value)
-    if name == "rotary" and isinstance(value, Mapping):
-        unknown = set(value) - {field.name for field in dataclasses.fields(Rotary)}
-        if unknown:
-            raise ValueError(f"config field 'rotary' has unknown fields {sorted(map(str, unknown))}")
-        return Rotary(**value)
-    return value
+    return Rotary.from_dict(value) if name == "rotary" and isinstance(value, Mapping) else value

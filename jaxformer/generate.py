@@ -19,7 +19,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from jaxformer import sampling
 from jaxformer.cache import KINDS, Cache, init_cache
-from jaxformer.models import Decoder, check_ids, check_positions
+from jaxformer.embeddings import check_ids, check_positions
+from jaxformer.models import Decoder
 from jaxformer.trees import Leaf
 
 

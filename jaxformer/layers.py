@@ -127,23 +127,23 @@ class MLP(nn.Module):
 
 
 class Embed(nn.Module):
-    """A table of vectors, [rows D]; the rows start normal with standard deviation D^-0.5."""
+    """A table of vectors, [rows E]; the rows start normal with standard deviation E^-0.5."""
 
     config: Config
     rows: int
 
     def setup(self) -> None:
-        width = self.config.d_model
+        width = self.config.sizes["E"]
         init = nn.initializers.normal(width**-0.5)
         self.embedding = self.param("embedding", init, (self.rows, width), self.config.param_dtype)
 
-    def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def __call__(self, index: Int[Array, "B T"]) -> Float[Array, "B T E"]:
         """Returns the rows of these numbers; a number outside of the table gives NaN, never another row."""
         table = jnp.asarray(self.embedding)  # parameters may be NumPy arrays, as read from a file
         rows = table.at[index].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         return rows.astype(self.config.dtype)
 
-    def attend(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    def attend(self, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Returns the float32 products of x with every row: the logits of a tied output head."""
         table = self.embedding.astype(self.config.dtype)
-        return jnp.einsum("BTD,VD->BTV", x, table, preferred_element_type=jnp.float32)
+        return jnp.einsum("BTE,VE->BTV", x, table, preferred_element_type=jnp.float32)

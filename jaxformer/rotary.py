@@ -1,7 +1,8 @@
 """The choices of rotary positions, which may differ between layers; `positions.py` makes angles of them."""
 
 import dataclasses
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 from jaxformer.checks import check_choice, check_positive, check_size
 
@@ -45,3 +46,15 @@ class Rotary:
             raise ValueError(f"scaling={self.scaling!r} needs original_len, the context length of the training before")
         if self.slow >= self.fast:
             raise ValueError(f"rotary.slow={self.slow} must be below rotary.fast={self.fast}")
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> "Rotary":
+        """Makes rotary positions from untrusted JSON fields.
+
+        Raises:
+          ValueError: an unknown field, or a value out of range.
+        """
+        unknown = set(fields) - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(f"config field 'rotary' has unknown fields {sorted(map(str, unknown))}")
+        return cls(**fields)

@@ -33,12 +33,19 @@ LETTER_AXES: dict[str, tuple[str, ...]] = {
     "L": (),
     "P": (),
     "R": (),
+    "E": ("fsdp",),
+    "O": (),
+    "Y": (),
 }
 """Dimension letter -> the mesh axes that split it."""
 
 RULES: tuple[tuple[str, str], ...] = (
-    (r"embed/embedding", "VD"),
-    (r"position_embed/embedding", "PD"),
+    (r"(target_)?embed/token/embedding", "VE"),
+    (r"(target_)?embed/position/embedding", "PE"),
+    (r"(target_)?embed/type/embedding", "TE"),
+    (r"(target_)?embed/norm/(scale|bias)", "E"),
+    (r"(target_)?embed/proj/kernel", "ED"),
+    (r"(target_)?embed/proj/bias", "D"),
     (r"q_proj/kernel", "DNH"),
     (r"q_proj/bias", "NH"),
     (r"[kv]_proj/kernel", "DKH"),
@@ -48,11 +55,17 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"(up|gate)_proj/bias", "F"),
     (r"down_proj/kernel", "FD"),
     (r"(o|down)_proj/bias", "D"),
-    (r"((attn|mlp)(_out)?|embed|final)_norm/(scale|bias)", "D"),
+    (r"((attn|cross|mlp)(_out)?|final)_norm/(scale|bias)", "D"),
     (r"[qk]_norm/(scale|bias)", "H"),
     (r"relative_bias/embedding", "RN"),
-    (r"lm_head/kernel", "DV"),
-    (r"head_bias/bias", "V"),
+    (r"lm_head/transform_proj/kernel", "DE"),
+    (r"lm_head/transform_(proj/bias|norm/(scale|bias))", "E"),
+    (r"lm_head/kernel", "EV"),
+    (r"lm_head/bias", "V"),
+    (r"pooler_proj/kernel", "DO"),
+    (r"pooler_proj/bias", "O"),
+    (r"label_proj/kernel", "DY"),
+    (r"label_proj/bias", "Y"),
 )
 """The end of a parameter's path (whole components) -> its dimension letters, without the L of stacked layers."""
 

@@ -21,6 +21,7 @@ from jaxtyping import Array
 
 from jaxformer.data import Batch
 from jaxformer.losses import cross_entropy, weighted_mean, weighted_sum
+from jaxformer.masks import Mask
 from jaxformer.trees import Leaf
 
 Objective = Callable[[nn.Module, Any, Batch, Array | None], tuple[Array, Array]]
@@ -54,7 +55,10 @@ def init_state(model: nn.Module, optimizer: optax.GradientTransformation, seed: 
 def next_token(model: nn.Module, params: Any, batch: Batch, dropout_key: Array | None = None) -> tuple[Array, Array]:
     """The causal language model's objective: nats of each label, and its weight."""
     rngs = None if dropout_key is None else {"dropout": dropout_key}
-    logits: Any = model.apply({"params": params}, batch.ids, batch.positions, batch.segments, rngs=rngs)
+    positions, segments = batch.positions, batch.segments
+    # Positions of a batch count up within each segment, which kernels that know only indices rely on.
+    mask = Mask(positions, positions, segments, segments, causal=True, ordered=True)
+    logits: Any = model.apply({"params": params}, batch.ids, positions, segments, mask, rngs=rngs)
     return cross_entropy(logits, batch.labels), batch.weights
 
 

@@ -115,7 +115,7 @@ BIASES = {"none": _no_bias, "array": _array, "slopes (ALiBi)": _slopes, "table o
 
 # Who refuses what -----------------------------------------------------------------------------------------------------
 
-IMPLEMENTATIONS = ("einsum", "chunked", "splash", "cudnn")
+IMPLEMENTATIONS = ("einsum", "chunked", "flash", "splash", "cudnn")
 OPTIONS = {
     "softcap": lambda: {"softcap": 2.0},
     "any function of positions": lambda: {"bias": jax.tree_util.Partial(_slanted, jnp.asarray(0.1))},
@@ -133,14 +133,26 @@ def _slanted(slope, q_positions, kv_positions):
 
 def refusal(implementation, mask="causal", bias="none", dtype="bfloat16", T=128, option=None):
     """The message with which an implementation refuses a cell of the grid, or None: it must be right there."""
-    return {"chunked": _of_chunked, "splash": _of_splash, "cudnn": _of_cudnn}.get(implementation, lambda *_: None)(
-        mask, bias, dtype, T, option
-    )
+    refusals = {"chunked": _of_chunked, "flash": _of_flash, "splash": _of_splash, "cudnn": _of_cudnn}
+    return refusals[implementation](mask, bias, dtype, T, option) if implementation in refusals else None
 
 
 def _of_chunked(mask, bias, dtype, T, option):
     if option == "reading the pattern":
         return "'chunked' never holds the attention pattern; read or edit it with implementation='einsum'"
+    return None
+
+
+def _of_flash(mask, bias, dtype, T, option):
+    if option == "reading the pattern":
+        return "'flash' never holds the attention pattern; read or edit it with implementation='einsum'"
+    if option == "dropout of the pattern":
+        return "'flash' has no dropout of the pattern; use implementation='chunked' or 'einsum'"
+    if option == "any function of positions":
+        return (
+            "'flash' takes a bias that is an array or a PositionBias, which it can call for one head, and not a "
+            "Partial; use implementation='chunked' or 'einsum'"
+        )
     return None
 
 

@@ -389,9 +389,18 @@ def score_bias(params: Params, config: Params, positions: Array, causal: bool) -
 
 
 def block(
-    x: Array, p: Params, config: Params, positions: Array, ok: Array, bias: Array | None = None, layer: int = 0
+    x: Array,
+    p: Params,
+    config: Params,
+    positions: Array,
+    ok: Array,
+    bias: Array | None = None,
+    layer: int = 0,
+    source: tuple[Array, Array, Array] | None = None,
 ) -> Array:
-    """Self-attention, then the feed-forward layer, each with its norm and residual.
+    """Self-attention, cross-attention if there is a source, then the feed-forward layer, with norms and residuals.
+
+    source: hidden states [B S D], positions [B S], and who sees whom. Cross-attention knows no positions.
 
     post: norm(x + f(x)) (Vaswani et al. 2017, section 3.1). pre: x + f(norm(x)) (Xiong et al. 2020, table 1).
     sandwich: x + norm'(f(norm(x))) (Ding et al. 2021, "CogView", section 2.4; Gemma 2). parallel: x + attn(norm(x)) +
@@ -399,8 +408,12 @@ def block(
     """
     sublayers = {
         "attn": lambda h: multi_head(h, h, p["attn"], config, positions, positions, ok, bias, layer),
-        "mlp": lambda h: mlp(h, p["mlp"], config["activation"]),
     }
+    if source is not None:
+        memory, at, seen = source
+        plain = {**config, "positions": "none"}
+        sublayers["cross"] = lambda h: multi_head(h, memory, p["cross"], plain, positions, at, seen)
+    sublayers["mlp"] = lambda h: mlp(h, p["mlp"], config["activation"])
     if config["residual"] == "parallel":
         return x + sum(f(norm(x, p[f"{name}_norm"], config)) for name, f in sublayers.items())
     for name, f in sublayers.items():
@@ -413,32 +426,75 @@ def block(
     return x
 
 
-def embed(params: Params, config: Params, ids: Array, positions: Array) -> Array:
-    """Token vectors, times sqrt(D) with embed_scale (Vaswani et al. 2017, section 3.4), plus position vectors."""
-    x = f64(params["embed"]["embedding"])[np.asarray(ids)]
-    D = x.shape[-1]
+def embed(p: Params, config: Params, ids: Array, positions: Array, token_types: Any = None, table: Any = None) -> Array:
+    """Token vectors, times sqrt(D) with embed_scale (Vaswani et al. 2017, section 3.4), plus position vectors.
+
+    Then the vectors of token types (Devlin et al. 2019, figure 2), a norm (Dettmers et al. 2022, section 2.3), and the
+    projection of a narrower table (Lan et al. 2020, "ALBERT", section 3.1). table: of another stack.
+    """
+    x = f64(p["token"]["embedding"] if table is None else table)[np.asarray(ids)]
     if config["embed_scale"]:
-        x = x * math.sqrt(D)
+        x = x * math.sqrt(config["d_model"])
     if config["positions"] == "learned":  # padding reads row 0: any finite vector does
-        x = x + f64(params["position_embed"]["embedding"])[np.maximum(positions, 0)]
+        x = x + f64(p["position"]["embedding"])[np.maximum(positions, 0)]
     if config["positions"] == "sinusoidal":
-        x = x + sinusoidal(positions, D)
-    if config["embed_norm"]:  # Dettmers et al. 2022, "8-bit Optimizers", section 2.3; BERT and BLOOM
-        x = norm(x, params["embed_norm"], config)
-    return x
+        x = x + sinusoidal(positions, x.shape[-1])
+    if "type" in p:
+        x = x + f64(p["type"]["embedding"])[np.zeros_like(ids) if token_types is None else np.asarray(token_types)]
+    if config["embed_norm"]:
+        x = norm(x, p["norm"], config)
+    return dense(x, p["proj"], "BTE,ED->BTD") if "proj" in p else x
 
 
-def head(hidden: Array, params: Params, config: Params) -> Array:
-    """Logits of final hidden states: the embedding matrix again if tied (Press and Wolf 2017), scale, bias and cap."""
+def head(hidden: Array, params: Params, config: Params, table: Any = None) -> Array:
+    """Logits of final hidden states: the embedding matrix again if tied (Press and Wolf 2017), scale, bias and cap.
+
+    masked_lm: one more layer and a norm before (Devlin et al. 2019, in the published code).
+    """
+    p = params.get("lm_head", {})
+    if config.get("head") == "masked_lm":
+        hidden = ACTIVATIONS[config["activation"]](dense(hidden, p["transform_proj"], "BTD,DE->BTE"))
+        hidden = norm(hidden, p["transform_norm"], config)
     if config["tie_embeddings"]:
-        logits = np.einsum("BTD,VD->BTV", hidden, f64(params["embed"]["embedding"]))
+        logits = hidden @ f64(params["embed"]["token"]["embedding"] if table is None else table).T
     else:
-        logits = dense(hidden, params["lm_head"], "BTD,DV->BTV")
+        logits = hidden @ f64(p["kernel"])
     logits = logits * (config["logit_scale"] or 1.0)
     if config["head_bias"]:
-        logits = logits + f64(params["head_bias"]["bias"])
+        logits = logits + f64(p["bias"])
     cap = config["logit_softcap"]  # Gemma Team 2024, "Gemma 2", section 2
     return logits if cap is None else cap * np.tanh(logits / cap)
+
+
+def stack(
+    x: Array,
+    p: Params,
+    config: Params,
+    positions: Array,
+    segments: Any = None,
+    *,
+    causal: bool,
+    prefix: Any = None,
+    source: Any = None,
+) -> list[Array]:
+    """The residual stream before and after each layer, and last the final hidden states."""
+    bias = score_bias(p, config, positions, causal)
+    streams = [x]
+    for i in range(config["num_layers"]):
+        window = of_layer(config["window"], i)
+        ok = allowed(positions, positions, segments, segments, causal=causal, window=window, prefix=prefix)
+        streams.append(block(streams[-1], p[f"layers_{i}"], config, positions, ok, bias, i, source))
+    has_norm = config["residual"] != "post" if config["final_norm"] is None else config["final_norm"]
+    return [*streams, norm(streams[-1], p["final_norm"], config) if has_norm else streams[-1]]
+
+
+def _positions(ids: Array, positions: Any, segments: Any) -> Array:
+    """0, 1, 2, ... within each segment, or from the first token on where segments is None too."""
+    if positions is not None:
+        return np.asarray(positions)
+    if segments is not None:
+        return positions_from_segments(segments)
+    return np.tile(np.arange(ids.shape[1]), (len(ids), 1))
 
 
 def decoder(
@@ -453,24 +509,62 @@ def decoder(
 ) -> Any:
     """Logits [B T V] of a decoder-only language model; only those at positions >= 0 mean anything.
 
-    positions None: 0, 1, 2, ... within each segment, or from the first token on where segments is None too.
     with_streams: also returns the residual stream [L+1 B T D], after the embedding and each layer (no final norm).
     """
     ids = np.asarray(ids)
-    if positions is None:
-        positions = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
-        positions = positions if segments is None else positions_from_segments(segments)
-    bias = score_bias(params["decoder"], config, positions, causal=True)
-    streams = [embed(params, config, ids, positions)]
-    for i in range(config["num_layers"]):
-        window = of_layer(config["window"], i)
-        ok = allowed(positions, positions, segments, segments, causal=True, window=window, prefix=prefix)
-        streams.append(block(streams[-1], params["decoder"][f"layers_{i}"], config, positions, ok, bias, i))
-    hidden = streams[-1]
-    if config["residual"] != "post" if config["final_norm"] is None else config["final_norm"]:
-        hidden = norm(hidden, params["decoder"]["final_norm"], config)
+    positions = _positions(ids, positions, segments)
+    x = embed(params["embed"], config, ids, positions)
+    *streams, hidden = stack(x, params["decoder"], config, positions, segments, causal=True, prefix=prefix)
     logits = head(hidden, params, config)
     return (logits, np.stack(streams)) if with_streams else logits
+
+
+def encoder(
+    params: Params, config: Params, ids: Array, positions: Any = None, segments: Any = None, token_types: Any = None
+) -> Array:
+    """What the head of a two-sided model makes of its hidden states (Devlin et al. 2019, section 3).
+
+    pooler: tanh of a dense layer on the first token; classifier: a linear map of that; token_classifier: of each token.
+    """
+    ids = np.asarray(ids)
+    positions = _positions(ids, positions, segments)
+    x = embed(params["embed"], config, ids, positions, token_types)
+    x = stack(x, params["encoder"], config, positions, segments, causal=False)[-1]
+    if config["head"] in ("lm", "masked_lm"):
+        return head(x, params, config)
+    if config["head"] in ("pooler", "classifier"):
+        p = params["pooler"] if config["head"] == "pooler" else params["classifier"]["pooler"]
+        first = np.stack([x[b, list(positions[b]).index(0)] for b in range(len(x))])
+        x = np.tanh(dense(first, p["pooler_proj"], "BD,DO->BO"))
+    if config["head"] == "classifier":
+        return dense(x, params["classifier"]["label_proj"], "BD,DY->BY")
+    if config["head"] == "token_classifier":
+        return dense(x, params["classifier"]["label_proj"], "BTD,DY->BTY")
+    return x
+
+
+def encoder_decoder(
+    params: Params,
+    config: Params,
+    ids: Array,
+    target_ids: Array,
+    positions: Any = None,
+    target_positions: Any = None,
+    segments: Any = None,
+    target_segments: Any = None,
+) -> Array:
+    """Logits [B T V] of each target token given those before it and the source (Vaswani et al. 2017, figure 1)."""
+    ids, target_ids = np.asarray(ids), np.asarray(target_ids)
+    positions, at = _positions(ids, positions, segments), _positions(target_ids, target_positions, target_segments)
+    x = embed(params["embed"], config, ids, positions)
+    memory = stack(x, params["encoder"], config, positions, segments, causal=False)[-1]
+    own = config["target_vocab_size"] is not None
+    table = params["target_embed" if own else "embed"]["token"]["embedding"]
+    y = embed(params.get("target_embed", {}), config, target_ids, at, table=table)
+    source = memory, positions, allowed(at, positions, target_segments, segments)
+    layers = {**config, "num_layers": config["num_decoder_layers"] or config["num_layers"]}
+    hidden = stack(y, params["decoder"], layers, at, target_segments, causal=True, source=source)[-1]
+    return head(hidden, params, config, table)
 
 
 def greedy(params: Params, config: Params, ids: Array, steps: int) -> Array:

@@ -21,8 +21,10 @@ from jaxformer.attention import attention, cudnn
 from jaxformer.masks import FAR
 
 TOLERANCE = {"float32": (CACHED, GRADIENT), "bfloat16": (BFLOAT16, BFLOAT16)}
-BY_DATA = ("einsum", "chunked")
-"""Implementations for which all parts of a mask are data, so that most kinds are one program."""
+
+
+BY_DATA = ("einsum", "chunked", "flash")
+"""Implementations for which all parts of a mask may be data, so that most kinds are one program."""
 
 
 def whole(mask):
@@ -65,8 +67,7 @@ def value_and_gradients(implementation, mask, bias, arrays, **options):
     return z, *jax.tree.leaves(pull(dz))
 
 
-# Most of the time of these cells is compilation: without optimisation it takes half of it.
-compiled = jax.jit(value_and_gradients, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+compiled = jax.jit(value_and_gradients, static_argnums=0)
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +78,12 @@ def cudnn_by_xla(monkeypatch):
 
 
 def check(implementation, made, given, arrays, allowed, expected):
-    dtype, args = arrays[0].dtype, (implementation, whole(made) if implementation in BY_DATA else made, given, arrays)
-    z, *gradients = (compiled if implementation in BY_DATA else value_and_gradients)(*args)
+    dtype = str(arrays[0].dtype)
+    by_data = implementation in BY_DATA
+    run = compiled if by_data else value_and_gradients
+    z, *gradients = run(implementation, whole(made) if by_data else made, given, arrays)
     assert z.dtype == dtype
-    forward, backward = TOLERANCE[str(dtype)]
+    forward, backward = TOLERANCE[dtype]
     draw.close(z, expected[0], forward * max(1, abs(expected[0]).max()))
     np.testing.assert_array_equal(z[np.broadcast_to(~allowed.any(axis=(1, 3)), z.shape[:2])], 0)
     for gradient, right in zip(gradients, expected[1:], strict=True):

@@ -28,7 +28,7 @@ def params():
     made = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     made["decoder"]["final_norm"]["bias"] += 1
     likely = np.array([*WORDS.encode(), TOKENIZER.end_id])
-    made["embed"]["embedding"] = made["embed"]["embedding"].at[likely].set(2.0)
+    made["embed"]["token"]["embedding"] = made["embed"]["token"]["embedding"].at[likely].set(2.0)
     return made
 
 

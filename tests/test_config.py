@@ -146,6 +146,11 @@ def test_dropout_is_a_rate_below_one(name, value):
         ({"positions": "relative", "relative_buckets": 7}, "relative_buckets=7 must be even and at least 4"),
         ({"positions": "relative", "relative_buckets": 2}, "relative_buckets=2 must be even and at least 4"),
         ({"positions": "relative", "relative_reach": 16}, "relative_reach=16 beyond the half of them"),
+        ({"head": "pooler"}, "head='pooler' is for an encoder; a model with a decoder has head='lm'"),
+        ({"architecture": "encoder", "head": "classifier"}, "head='classifier' with num_labels=None: only classifiers"),
+        ({"num_labels": 3}, "head='lm' with num_labels=3: only classifiers have it, and must"),
+        ({"num_decoder_layers": 3}, "num_decoder_layers=3 is for architecture='encoder_decoder'"),
+        ({"d_embed": 8}, "d_embed=8: a head tied to narrower embeddings needs head='masked_lm'"),
         ({"attention": None}, "attention=None must be the name of an implementation"),
     ],
 )

@@ -141,7 +141,7 @@ def scripted(following):
     made = jf.build(draw.tiny(vocab_size=V, max_len=32, d_model=V, d_head=2, norm="rmsnorm", tie_embeddings=False))
     params = jax.tree.map(jnp.zeros_like, draw.params(made))
     params["decoder"]["final_norm"]["scale"] += 1
-    params["embed"]["embedding"] += jnp.eye(V)
+    params["embed"]["token"]["embedding"] += jnp.eye(V)
     params["lm_head"]["kernel"] += jax.nn.one_hot(jnp.asarray(following), V)
     return made, params
 

@@ -298,12 +298,12 @@ def random_params(config, seed=0):
         mlp = {name: proj(D, F, out=F) for name in ups} | {"down_proj": proj(F, D, out=D)}
         return {"attn": attn, "mlp": mlp, "attn_norm": norm(), "mlp_norm": norm()}
 
-    params = {"embed": {"embedding": rng.normal(size=(V, D))}}
+    params = {"embed": {"token": {"embedding": rng.normal(size=(V, D))}}}
     params["decoder"] = {f"layers_{i}": layer() for i in range(config["num_layers"])}
     if config["residual"] == "pre":
         params["decoder"]["final_norm"] = norm()
     if config["positions"] == "learned":
-        params["position_embed"] = {"embedding": rng.normal(size=(P, D))}
+        params["embed"]["position"] = {"embedding": rng.normal(size=(P, D))}
     if not config["tie_embeddings"]:
         params["lm_head"] = {"kernel": rng.normal(size=(D, V))}
     return params
@@ -383,7 +383,7 @@ def test_one_layer_by_hand(residual):
     mlp = {"up_proj": {"kernel": zeros(4, 6)}, "down_proj": {"kernel": zeros(6, 4)}}
     one, two, ten = ({"scale": np.full(4, c)} for c in (1.0, 2.0, 10.0))
     layer = {"attn": attn, "mlp": mlp, "attn_norm": two, "mlp_norm": one}
-    params = {"embed": {"embedding": E}, "decoder": {"layers_0": layer, "final_norm": ten}}
+    params = {"embed": {"token": {"embedding": E}}, "decoder": {"layers_0": layer, "final_norm": ten}}
     logits, streams = oracle.decoder(params, config, np.array([[0, 1, 2]]), with_streams=True)
 
     def rms(x):
@@ -407,7 +407,7 @@ def test_greedy_follows_the_most_likely_token():
     V = 8
     config = CONFIG | {"vocab_size": V, "d_model": V, "num_layers": 0, "tie_embeddings": False}
     params = {
-        "embed": {"embedding": np.eye(V)},
+        "embed": {"token": {"embedding": np.eye(V)}},
         "decoder": {"final_norm": {"scale": np.ones(V)}},
         "lm_head": {"kernel": np.roll(np.eye(V), 1, axis=1)},
     }

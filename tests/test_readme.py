@@ -41,7 +41,7 @@ def test_the_test_command_is_pytest_over_all_tests():
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"`((?:jaxformer|experiments|tests|docs)/[\w/]*\.?\w*)`", README)))
+    "path", sorted(set(re.findall(r"`((?:jaxformer|experiments|benchmarks|tests|docs)/[\w/]*\.?\w*)`", README)))
 )
 def test_every_file_that_the_readme_names_exists(path):
     assert (Path(__file__).parent.parent / path).exists()

@@ -40,6 +40,11 @@ def test_every_rule_is_of_some_parameter_and_every_letter_has_an_axis():
         {"norm": "rmsnorm", "bias": False, "residual": "post", "qk_norm": True},
         {"positions": "relative", "embed_norm": True, "residual": "sandwich", "head_bias": True},
     )
+    encoder = {"architecture": "encoder", "num_token_types": 2, "d_embed": 6}
+    variants += (
+        encoder | {"head": "masked_lm", "head_bias": True},
+        encoder | {"head": "classifier", "num_labels": 3, "qk_norm": True},
+    )
     found = {path for fields in variants for path in parameter_shapes(draw.tiny(**fields))}
     used = {rule for rule in sharding.RULES for path in found if sharding.re.search(rf"(^|/){rule[0]}$", path)}
     assert used == set(sharding.RULES)
@@ -87,8 +92,8 @@ def test_sizes_that_an_axis_does_not_divide_are_refused_by_name():
 
 
 def test_a_parameter_of_another_rank_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"embed/embedding has shape \(4, 4, 4\), but its rule says VD"):
-        sharding.shardings({"embed": {"embedding": jnp.zeros((4, 4, 4))}}, sharding.make_mesh({"data": 8}))
+    with pytest.raises(ValueError, match=r"embed/token/embedding has shape \(4, 4, 4\), but its rule says VE"):
+        sharding.shardings({"embed": {"token": {"embedding": jnp.zeros((4, 4, 4))}}}, sharding.make_mesh({"data": 8}))
 
 
 # The whole step -------------------------------------------------------------------------------------------------------
@@ -141,7 +146,7 @@ def test_optimizer_moments_lie_as_their_parameters_and_scalars_everywhere():
     layout = sharding.shardings(state, sharding.make_mesh(MESHES["all"]))
     kernel = layout.params["decoder"]["layers"]["attn"]["q_proj"]["kernel"]
     assert kernel.spec == P(None, "fsdp", "tensor", None)
-    assert layout.params["embed"]["embedding"].spec == P("tensor", "fsdp")
+    assert layout.params["embed"]["token"]["embedding"].spec == P("tensor", "fsdp")
     moments = [leaf for path, leaf in jax.tree.leaves_with_path(layout.opt_state) if "q_proj" in str(path)]
     assert [leaf.spec for leaf in moments].count(kernel.spec) == 2
     assert layout.step.spec == P()

@@ -14,14 +14,14 @@ import jaxformer as jf
 
 ROOT = Path(__file__).parent.parent
 ATTENTION = (
-    *("bias", "dropout", "indices", "einsum", "online", "grid", "chunked", "splash", "cudnn"),
-    *("cached", "sparse", "features", "linear"),
+    *("bias", "dropout", "indices", "einsum", "online", "grid", "chunked", "flash_kernels", "flash"),
+    *("splash", "cudnn", "cached", "sparse", "features", "linear"),
 )
 LEVELS = [
     ["checks", "rotary", "config", "presets", "masks", "trees", "cache", "taps", "sharding"],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
     ["losses", "sampling", "optim"],
-    ["layers", "positions", "biases", "blocks", "models"],
+    ["layers", "positions", "biases", "embeddings", "heads", "blocks", "models"],
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
     ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
     ["convert.gguf_config", "convert.from_gguf", "convert.gguf_tokenizer"],

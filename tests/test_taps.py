@@ -187,5 +187,5 @@ def test_the_pattern_of_cached_attention_cannot_be_edited():
     model, params = draw.model()
     edits = {"decoder": {"layers_0": {"attn": {"pattern": Partial(jnp.zeros_like)}}}}
     cache = jf.init_cache(model.config, 2, 8)
-    with pytest.raises(ValueError, match="no pattern to edit; run the whole text without a cache"):
+    with pytest.raises(ValueError, match="no pattern to edit or to drop; run the whole text without a cache"):
         jax.eval_shape(model.apply, {"params": params, "edits": edits}, IDS, cache=cache)

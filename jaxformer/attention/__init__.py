@@ -33,9 +33,18 @@ __all__ = [
     "softcapped",
 ]
 
+
+def _flash_attention(*args: Any, **options: Any) -> Array:
+    # Here and not above: importing Pallas takes longer than importing the package.
+    from jaxformer.attention.flash import flash_attention
+
+    return flash_attention(*args, **options)
+
+
 _OURS: dict[str, Callable[..., Array]] = {
     "einsum": einsum_attention,
     "chunked": chunked_attention,
+    "flash": _flash_attention,
     "splash": splash_attention,
     "cudnn": cudnn_attention,
 }

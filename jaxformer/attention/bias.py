@@ -19,11 +19,11 @@ class PositionBias(abc.ABC):
     """
 
     @abc.abstractmethod
-    def __call__(self, q_positions: Int[Array, "b t"], kv_positions: Int[Array, "b s"]) -> Float[Array, "b N t s"]:
+    def __call__(self, q_positions: Int[Array, "#b t"], kv_positions: Int[Array, "#b s"]) -> Float[Array, "b N t s"]:
         """Returns the float32 bias of these queries and keys; it depends on nothing but their positions."""
 
     def pullback(
-        self, q_positions: Int[Array, "b t"], kv_positions: Int[Array, "b s"], gradient: Float[Array, "b N t s"]
+        self, q_positions: Int[Array, "#b t"], kv_positions: Int[Array, "#b s"], gradient: Float[Array, "b N t s"]
     ) -> Any:
         """Returns the gradient of the leaves from that of the bias, as a pytree like this one."""
         return jax.vjp(lambda bias: bias(q_positions, kv_positions), self)[1](gradient)[0]

@@ -35,7 +35,12 @@ class Grid(NamedTuple):
         return allowed[:, None, None]
 
     def active(self) -> Bool[Array, "I J"]:
-        """Returns False where no pair of the block can be allowed, judged by the extremes of either side."""
+        """Returns False where no pair of the block can be allowed in any row of the batch."""
+        active = self.active_rows().any(axis=2)
+        return active if self.layout is None else active & self.layout
+
+    def active_rows(self) -> Bool[Array, "I J b"]:
+        """Returns False where a row allows no pair of the block, judged by the extremes of either side."""
         valid = self.kv_positions >= 0
         first = jnp.where(valid, self.kv_positions, FAR + 1).min(axis=2)[None]
         last = self.kv_positions.max(axis=2)[None]
@@ -43,8 +48,7 @@ class Grid(NamedTuple):
         if self.q_segments is not None and self.kv_segments is not None:
             seen &= self.q_segments.max(axis=2)[:, None] >= self.kv_segments.min(axis=2)[None]
             seen &= self.q_segments.min(axis=2)[:, None] <= self.kv_segments.max(axis=2)[None]
-        seen = seen.any(axis=2)
-        return seen if self.layout is None else seen & self.layout
+        return seen
 
 
 def make_grid(mask: Mask, t: int, s: int, layout: np.ndarray | None = None) -> Grid:
