@@ -99,7 +99,7 @@ def params_of(tensors, config):
 
     decoder = {f"layers_{i}": layer(i) for i in range(config.num_layers)}
     decoder["final_norm"] = {"scale": tensors["model.norm.weight"]}
-    return {"embed": {"embedding": tensors["model.embed_tokens.weight"]}, "decoder": decoder}
+    return {"embed": {"token": {"embedding": tensors["model.embed_tokens.weight"]}}, "decoder": decoder}
 
 
 @pytest.fixture(scope="module")
