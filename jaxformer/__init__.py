@@ -16,7 +16,8 @@ from jaxformer.presets import PRESETS
 from jaxformer.rotary import Rotary
 
 if TYPE_CHECKING:
-    from jaxformer import checkpoint, corpus, data, tokenizers, train
+    from jaxformer import checkpoint, corpus, data, pretrained, tokenizers, train
+    from jaxformer.pretrained import Pretrained, load, save
     from jaxformer.train import TrainState, evaluate, fit, init_state, make_eval_step, make_train_step
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "EncoderDecoder",
     "Generation",
     "Mask",
+    "Pretrained",
     "Rotary",
     "TrainState",
     "attention",
@@ -42,11 +44,14 @@ __all__ = [
     "heads",
     "init_cache",
     "init_state",
+    "load",
     "losses",
     "make_eval_step",
     "make_train_step",
     "optim",
+    "pretrained",
     "sampling",
+    "save",
     "sharding",
     "stream",
     "tokenizers",
@@ -54,15 +59,19 @@ __all__ = [
     "trees",
 ]
 
-_LAZY_MODULES = ("checkpoint", "corpus", "data", "tokenizers", "train")
-_FROM_TRAIN = ("TrainState", "evaluate", "fit", "init_state", "make_eval_step", "make_train_step")
+_LAZY_MODULES = ("checkpoint", "corpus", "data", "pretrained", "tokenizers", "train")
+_LAZY_NAMES = {
+    "train": ("TrainState", "evaluate", "fit", "init_state", "make_eval_step", "make_train_step"),
+    "pretrained": ("Pretrained", "load", "save"),
+}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
         return importlib.import_module(f"jaxformer.{name}")
-    if name in _FROM_TRAIN:
-        return getattr(importlib.import_module("jaxformer.train"), name)
+    for module, names in _LAZY_NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"jaxformer.{module}"), name)
     raise AttributeError(f"module 'jaxformer' has no attribute {name!r}")
 
 

@@ -17,6 +17,10 @@ ATTENTION = (
     *("bias", "dropout", "indices", "einsum", "online", "grid", "chunked", "flash_kernels", "flash"),
     *("splash", "cudnn", "cached", "sparse", "features", "linear"),
 )
+FAMILIES = (
+    *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_neox", "gptj", "phi", "opt", "bloom"),
+    *("mpt",),
+)
 LEVELS = [
     ["checks", "rotary", "config", "presets", "masks", "trees", "cache", "taps", "sharding"],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
@@ -25,6 +29,7 @@ LEVELS = [
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
     ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
     ["convert.gguf_config", "convert.from_gguf", "convert.gguf_tokenizer"],
+    [*(f"convert.{name}" for name in ("names", "keys", "rope", "family", *FAMILIES, "families")), "pretrained"],
     ["cli"],
     ["jaxformer"],
 ]

@@ -4,8 +4,10 @@ A reader checks every number of a file against the file before it uses it. A fil
 gives a ValueError that names it: no other exception, no array larger than the file warrants, no endless loop.
 """
 
+import json
 import mmap
 import os
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -52,3 +54,25 @@ def replace_file(path: Path, parts: Iterable[Any]) -> None:
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def json_object(what: str, text: bytes) -> dict[str, Any]:
+    """Parse the text of one JSON object.
+
+    Raises:
+      ValueError: anything else, or a name that stands twice in one object; the message starts with `what`.
+    """
+    try:
+        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is a JSON {type(found).__name__} and not an object")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} stands twice in one object")
+    return found

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -24,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jaxformer.convert.files import map_file, replace_file
+from jaxformer.convert.files import json_object, map_file, replace_file
 
 HEADER_LIMIT = 100_000_000
 """Bytes above which a header is refused, as in the reference implementation."""
@@ -150,30 +149,13 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
         raise ValueError(f"{path}: a header of {size} bytes is over the limit of {HEADER_LIMIT}; not safetensors?")
     if size > len(mapped) - 8:
         raise ValueError(f"{path}: a header of {size} bytes does not fit in {len(mapped)}; the file is cut short")
-    header = _json_object(f"{path}: the header", mapped[8 : 8 + size])
+    header = json_object(f"{path}: the header", mapped[8 : 8 + size])
     metadata = _strings(f"{path}: {_METADATA}", header.pop(_METADATA, {}))
     entries = {name: _entry(f"{path}: tensor {name!r}", fields) for name, fields in header.items()}
     data = np.frombuffer(mapped, np.uint8)[8 + size :]
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     _check_cover(path, entries, len(data))
     return {name: _view(f"{path}: tensor {name!r}", data, entry) for name, entry in entries.items()}, metadata
-
-
-def _json_object(what: str, text: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} is a JSON {type(found).__name__} and not an object")
-    return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} stands twice in one object")
-    return found
 
 
 def _strings(what: str, value: Any) -> dict[str, str]:
@@ -230,7 +212,7 @@ def _view(what: str, data: NDArray[np.uint8], entry: _Entry) -> NDArray[Any]:
 
 
 def _read_shards(folder: Path, index: Path) -> dict[str, NDArray[Any]]:
-    content = _json_object(str(index), bytes(map_file(_inside(folder, index))))
+    content = json_object(str(index), bytes(map_file(_inside(folder, index))))
     weight_map = _strings(f"{index}: weight_map", content.get("weight_map"))
     tensors: dict[str, NDArray[Any]] = {}
     for file in sorted(set(weight_map.values())):

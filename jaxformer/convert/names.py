@@ -1,0 +1,292 @@
+"""Tensors of a file as parameters and back, by one table that says both directions.
+
+    Rule("h.{i}.mlp.c_fc.weight", "decoder/layers_{i}/mlp/up_proj/kernel", "D F")
+    Rule("layers.{i}.self_attn.q_proj.weight", "decoder/layers_{i}/attn/q_proj/kernel", "(N H) D -> D N H")
+
+The pattern is einops' own: read from left to right it makes the parameter, from right to left the tensor, and its
+letters are those of `Config.sizes`, so that it also says what shape the tensor must have.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Any, NamedTuple
+
+import einops
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxformer.config import Config
+from jaxformer.models import build
+from jaxformer.trees import path_name, unstack_layers
+
+Array = NDArray[Any]
+
+LAYER = "decoder/layers_{i}"
+QKV = tuple(f"{LAYER}/attn/{name}_proj" for name in "qkv")
+
+_FLOATS = tuple(np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
+_HEAD = "lm_head/kernel"
+
+
+class Change(NamedTuple):
+    """A pair of inverse functions of (array, config), for what a pattern cannot say; made on the parameter's side.
+
+    Attributes:
+      load: from the rearranged tensor to the parameter.
+      save: back.
+      extra_rows: how many rows the tensor has more than the parameter.
+    """
+
+    load: Callable[[Array, Config], Array]
+    save: Callable[[Array, Config], Array]
+    extra_rows: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One tensor of the file and the parameter, or the parameters, that it holds.
+
+    Two rules may name one tensor: its value then goes to both parameters, which must still be equal when it is written.
+
+    Attributes:
+      file: the tensor's name; {i} stands for the number of a layer.
+      params: the parameter's path; several: they are stacked along M, the first axis of the pattern's right side.
+      pattern: of einops; without an arrow the two sides are the same.
+      change: what is done beyond the pattern.
+    """
+
+    file: str
+    params: str | tuple[str, ...]
+    pattern: str
+    change: Change | None = None
+
+    @cached_property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all parameters."""
+        return (self.params,) if isinstance(self.params, str) else self.params
+
+    @cached_property
+    def sides(self) -> tuple[str, str]:
+        """The two sides of the pattern, the tensor's and the parameters'."""
+        left, _, right = self.pattern.partition(" -> ")
+        return left, right or left
+
+    def shape(self, config: Config) -> tuple[int, ...]:
+        """Return the shape that the tensor must have."""
+        sizes = self._sizes(config)
+        axes = re.findall(r"\(([^)]*)\)|(\w)", self.sides[0])
+        rows, *rest = (prod(sizes[letter] for letter in (group or single).split()) for group, single in axes)
+        return rows + (self.change.extra_rows if self.change else 0), *rest
+
+    def load(self, tensor: Array, config: Config) -> list[Array]:
+        """Return the parameters that a tensor of the right shape holds; views of it where that is possible."""
+        array = self._rearrange(tensor, *self.sides, config)
+        arrays = [array] if isinstance(self.params, str) else list(array)
+        return [self.change.load(array, config) for array in arrays] if self.change else arrays
+
+    def save(self, arrays: Sequence[Array], config: Config) -> Array:
+        """Return the tensor that holds these parameters."""
+        if self.change:
+            arrays = [self.change.save(array, config) for array in arrays]
+        array = arrays[0] if isinstance(self.params, str) else np.stack(arrays)
+        return self._rearrange(array, *self.sides[::-1], config)
+
+    def _sizes(self, config: Config) -> dict[str, int]:
+        return config.sizes | {"M": len(self.paths)}
+
+    def _rearrange(self, array: Array, start: str, end: str, config: Config) -> Array:
+        split = "".join(re.findall(r"\(.*?\)", start))
+        sizes = {letter: size for letter, size in self._sizes(config).items() if letter in split}
+        return einops.rearrange(array, f"{start} -> {end}", **sizes)
+
+
+def projection(file: str, params: str, weight: str, bias: str) -> tuple[Rule, Rule]:
+    """Return the rules of a linear map with weight and bias, whose patterns are given."""
+    return Rule(f"{file}.weight", f"{params}/kernel", weight), Rule(f"{file}.bias", f"{params}/bias", bias)
+
+
+def fused(file: str, params: Sequence[str], weight: str, bias: str) -> tuple[Rule, Rule]:
+    """Return the rules of several linear maps in one tensor, along the axis M of the patterns."""
+    kernels, biases = (tuple(f"{path}/{kind}" for path in params) for kind in ("kernel", "bias"))
+    return Rule(f"{file}.weight", kernels, weight), Rule(f"{file}.bias", biases, bias)
+
+
+def norm(file: str, params: str, letter: str = "D", change: Change | None = None) -> tuple[Rule, Rule]:
+    """Return the rules of a norm over the axis of this letter."""
+    return (
+        Rule(f"{file}.weight", f"{params}/scale", letter, change),
+        Rule(f"{file}.bias", f"{params}/bias", letter, change),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The tensors of a family of models.
+
+    Rules of parameters that a config does not have (biases, an output head) count for nothing there.
+
+    Attributes:
+      rules: in the order in which tensors are written.
+      prefix: what all names but the head's begin with; files of a model without its head leave it out.
+      buffers: regular expression of names, without the prefix, that hold no weights and are ignored.
+      zeros: paths of parameters that the files do not have, because they are 0.
+    """
+
+    rules: tuple[Rule, ...]
+    prefix: str = ""
+    buffers: str = ""
+    zeros: tuple[str, ...] = ()
+
+
+# Both directions ------------------------------------------------------------------------------------------------------
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a config's model by its path, in the layout of a loop over layers."""
+    one = dataclasses.replace(config, num_layers=1, scan_layers=False)  # layers have the same parameters
+    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    tree = jax.eval_shape(build(one).init, jax.random.key(0), ids)["params"]
+    found = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        path.replace("layers_0", f"layers_{i}"): shape
+        for path, shape in found.items()
+        for i in range(config.num_layers if "layers_0" in path else 1)
+    }
+
+
+def to_params(
+    names: Names, config: Config, tensors: Mapping[str, Array], put: Callable[[str, Array], Any]
+) -> dict[str, Any]:
+    """Make the parameters of a model from the tensors of a file.
+
+    Args:
+      tensors: read one after the other; an array that maps its file is never copied as a whole.
+      put: makes a leaf of a parameter's path and its values, which are views of a tensor.
+
+    Raises:
+      ValueError: a tensor that is missing, that nobody asked for, that has another shape than the config says, that
+        holds integers, NaN or infinity; or a head unlike the embedding where the config ties them.
+    """
+    prefix = names.prefix if any(name.startswith(names.prefix) for name in tensors) else ""
+    _check_sizes(config, tensors)
+    wanted, left, found = shapes(config), dict(tensors), {}
+    for file, rule, paths in _entries(names, config, wanted):
+        file = prefix + file.removeprefix(names.prefix) if file.startswith(names.prefix) else file
+        tensor = _checked(file, tensors, rule.shape(config))
+        left.pop(file, None)
+        for path, array in zip(paths, rule.load(tensor, config), strict=True):
+            found[path] = put(path, array)
+    for path in _per_layer(names.zeros, config):
+        if path in wanted:
+            kernel = found[f"{path.rpartition('/')[0]}/kernel"]
+            found[path] = put(path, np.zeros(wanted[path], kernel.dtype))
+    _check_left(names, config, tensors, left, prefix)
+    return _nested({path: found[path] for path in wanted})
+
+
+def to_tensors(names: Names, config: Config, params: Mapping[str, Any]) -> dict[str, Array]:
+    """Make the tensors of a file from the parameters of a model; the inverse of `to_params`.
+
+    Raises:
+      ValueError: parameters that are not those of the config, or whose values the files of the family cannot hold.
+    """
+    if config.scan_layers:
+        params = unstack_layers(params)
+    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params))}
+    wanted = shapes(config)
+    for path in [*wanted, *leaves]:
+        if path not in leaves:
+            raise ValueError(f"the parameters lack {path}, which the config asks for")
+        if path not in wanted:
+            raise ValueError(f"the parameters hold {path}, which a model of the config does not have")
+        if leaves[path].shape != wanted[path]:
+            raise ValueError(f"{path} has shape {leaves[path].shape}, but the config makes it {wanted[path]}")
+    tensors: dict[str, Array] = {}
+    for file, rule, paths in _entries(names, config, wanted):
+        tensor = rule.save([np.asarray(leaves[path]) for path in paths], config)
+        if file in tensors and tensors[file].tobytes() != tensor.tobytes():
+            raise ValueError(f"{paths[0]} is not what its twin is, but the file has one tensor {file!r} for both")
+        tensors[file] = tensor
+    for path in _per_layer(names.zeros, config):
+        if path in wanted and np.any(np.asarray(leaves[path])):
+            raise ValueError(f"{path} is not 0, but files of this family have no tensor for it")
+    return tensors
+
+
+def _per_layer(paths: Sequence[str], config: Config) -> Iterator[str]:
+    for path in paths:
+        for i in range(config.num_layers if "{i}" in path else 1):
+            yield path.replace("{i}", str(i))
+
+
+def _entries(names: Names, config: Config, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Rule, list[str]]]:
+    """Yield each tensor that the config asks for, its rule, and the paths of its parameters."""
+    for rule in names.rules:
+        for i in range(config.num_layers if "{i}" in rule.file else 1):
+            paths = [path.replace("{i}", str(i)) for path in rule.paths]
+            if paths[0] in wanted:
+                yield rule.file.replace("{i}", str(i)), rule, paths
+
+
+def _check_sizes(config: Config, tensors: Mapping[str, Array]) -> None:
+    """Refuse sizes that no model of so many tensors and numbers has, before anything is made of them."""
+    most = sum(tensor.size for tensor in tensors.values())
+    for letter in "VDNHKF":
+        if config.sizes[letter] > most:
+            raise ValueError(f"the config says {letter}={config.sizes[letter]}, but the file holds {most} numbers")
+    if config.num_layers > len(tensors):
+        raise ValueError(f"the config says {config.num_layers} layers, but the file holds {len(tensors)} tensors")
+
+
+def _checked(name: str, tensors: Mapping[str, Array], shape: tuple[int, ...]) -> Array:
+    if name not in tensors:
+        raise ValueError(f"tensor {name!r} of shape {shape} is missing; the file has {_some(tensors)}")
+    tensor = tensors[name]
+    if tensor.shape != shape:
+        raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but the config makes it {shape}")
+    if tensor.dtype not in _FLOATS:
+        raise ValueError(f"tensor {name!r} has type {tensor.dtype}; weights must be float64, 32, 16 or bfloat16")
+    # The smallest and the largest number are NaN if any is; no array of booleans is made.
+    if not np.isfinite([np.float64(tensor.min()), np.float64(tensor.max())]).all():
+        raise ValueError(f"tensor {name!r} holds NaN or infinity; the file is damaged")
+    return tensor
+
+
+def _check_left(
+    names: Names, config: Config, tensors: Mapping[str, Array], left: dict[str, Array], prefix: str
+) -> None:
+    """Refuse tensors that no rule took; buffers go, and so does a head that repeats the embedding it is tied to."""
+    files = {path: rule.file for rule in names.rules for path in rule.paths}
+    left = {name: left[name] for name in left if not re.fullmatch(names.buffers, name.removeprefix(prefix))}
+    head = left.pop(files.get(_HEAD, ""), None) if config.tie_embeddings else None
+    if head is not None:
+        embedding = tensors[prefix + files["embed/token/embedding"].removeprefix(names.prefix)]
+        if head.shape != embedding.shape or head.dtype != embedding.dtype or (head != embedding).any():
+            raise ValueError(
+                f"the config ties {files[_HEAD]!r} to the embedding, but they differ; set tie_word_embeddings to false "
+                "if the head is a matrix of its own"
+            )
+    if left:
+        raise ValueError(f"no model of this config has the tensors {_some(left)}")
+
+
+def _some(names: Mapping[str, Any]) -> str:
+    few = list(names)[:5]
+    return ", ".join(map(repr, few)) + (f" and {len(names) - len(few)} more" if len(names) > len(few) else "")
+
+
+def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split("/")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[name] = leaf
+    return tree

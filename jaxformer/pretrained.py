@@ -1,0 +1,155 @@
+"""Published models in and out: a folder of config.json and safetensors <-> config, parameters and tokenizer.
+
+What differs between families stands in `convert/`: one table each of keys and of tensors, which says both directions.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from numpy.typing import NDArray
+
+from jaxformer import sharding
+from jaxformer.config import Config
+from jaxformer.convert import safetensors
+from jaxformer.convert.families import family_for, family_of
+from jaxformer.convert.files import json_object, map_file, replace_file
+from jaxformer.convert.names import shapes, to_params, to_tensors
+from jaxformer.models import Decoder, build
+
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
+_SHARD_BYTES = 5_000_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """What a checkpoint holds.
+
+    Attributes:
+      config: it computes in float32; `build(dataclasses.replace(config, dtype="bfloat16"))` does in bfloat16.
+      model: `build(config)`.
+      params: its parameters, in the layout of a loop over layers.
+      tokenizer: a `tokenizers.Tokenizer`; None where the checkpoint has none.
+    """
+
+    config: Config
+    model: Decoder
+    params: dict[str, Any]
+    tokenizer: Any
+
+
+def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Pretrained:
+    """Read a published model.
+
+    The files are mapped and turned into parameters leaf by leaf, so that no second copy of the model is in memory.
+
+    Args:
+      path: a folder with config.json, model.safetensors (or its index and shards) and perhaps tokenizer.json.
+      dtype: type of all parameters, "float32", "bfloat16" or "float16". None: each keeps the type of its tensor, but
+        float64 becomes float32, and so do scales that are stored as w for 1 + w, which bfloat16 would round.
+      mesh: where parameters are laid out as `sharding.shardings` says. None: on the default device.
+
+    Raises:
+      FileNotFoundError: a file is not there.
+      ValueError: files that are not as they should be, or a model that this package does not have; the message names
+        the file and the key or tensor.
+    """
+    path = Path(path)
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not one of {sorted(_DTYPES)}")
+    if not path.is_dir():
+        what = "does not exist" if not path.exists() else "is a file"
+        raise FileNotFoundError(f"{path} {what}; give the folder that holds config.json and the weights")
+    return _load_folder(path, dtype, mesh)
+
+
+def save(
+    path: str | Path,
+    config: Config,
+    params: Any,
+    *,
+    tokenizer: Any = None,
+    family: str | None = None,
+    max_shard_bytes: int = _SHARD_BYTES,
+) -> None:
+    """Write a model as a folder that `transformers` opens and that `load` reads back bit by bit.
+
+    How a model is run (`dtype`, `param_dtype`, `attention`, `scan_layers`) is not written, nor is dropout where the
+    family has no key for it.
+
+    Args:
+      path: the folder, new or not.
+      params: of the config's model, stacked if it scans its layers.
+      tokenizer: a `tokenizers.Tokenizer` or a `jaxformer.tokenizers.Tokenizer`, kept as tokenizer.json.
+      family: name in config.json of the family to write, such as "gpt2"; None: the first that can be this config.
+      max_shard_bytes: bytes of tensors in one file; a larger model is spread over several.
+
+    Raises:
+      ValueError: a config that no family, or not this one, can be; parameters that are not the config's; values that
+        the family's files cannot hold; files in the folder that would contradict the new ones.
+    """
+    path = Path(path)
+    written = family_for(config, family)
+    tensors = to_tensors(written.names, config, params)
+    safetensors.save(path / "model.safetensors", tensors, {"format": "pt"}, max_shard_bytes=max_shard_bytes)
+    source = written.source(config) | {"dtype": str(next(iter(tensors.values())).dtype)}
+    replace_file(path / "config.json", [json.dumps(source, indent=2, sort_keys=True).encode() + b"\n"])
+    if tokenizer is not None:
+        text = tokenizer.to_json() if hasattr(tokenizer, "to_json") else tokenizer.to_str(pretty=True)
+        replace_file(path / "tokenizer.json", [text.encode()])
+
+
+def _load_folder(path: Path, dtype: str | None, mesh: Mesh | None) -> Pretrained:
+    said = path / "config.json"
+    source = json_object(str(said), bytes(map_file(said)))
+    try:
+        family = family_of(source)
+        config = family.config(source)
+    except ValueError as error:
+        raise ValueError(f"{said}: {error}") from error
+    tensors = safetensors.load(path)
+    try:
+        params = to_params(family.names, config, tensors, _placed(config, dtype, mesh))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return _pretrained(config, params, _load_tokenizer(path / "tokenizer.json"))
+
+
+def _placed(config: Config, dtype: str | None, mesh: Mesh | None) -> Callable[[str, NDArray[Any]], jax.Array]:
+    """Return what makes a parameter of a view of a file: a copy, so that the file may go."""
+    places: dict[str, Any] = {}
+    if mesh is not None:
+        leaves = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes(config).items()}
+        places = sharding.shardings(leaves, mesh)
+
+    def put(path: str, array: NDArray[Any]) -> jax.Array:
+        kind = _DTYPES[dtype] if dtype else jnp.float32 if array.dtype == np.float64 else array.dtype
+        array = np.array(array, kind)
+        return jax.device_put(array, places[path]) if places else jnp.array(array)
+
+    return put
+
+
+def _load_tokenizer(path: Path) -> Any:
+    if not path.exists():
+        return None
+    import tokenizers
+
+    text = bytes(map_file(path))
+    try:
+        return tokenizers.Tokenizer.from_str(text.decode())
+    except Exception as error:  # the library raises nothing more particular
+        raise ValueError(f"{path} is no tokenizer: {error}") from error
+
+
+def _pretrained(config: Config, params: dict[str, Any], tokenizer: Any) -> Pretrained:
+    """Say in the config in which type the parameters are stored, and build its model."""
+    stored = params["embed"]["embedding"].dtype
+    config = dataclasses.replace(config, param_dtype="bfloat16" if stored == jnp.bfloat16 else "float32")
+    return Pretrained(config, build(config), params, tokenizer)
