@@ -1,10 +1,13 @@
 """Published models in and out: a folder of config.json and safetensors <-> config, parameters and tokenizer.
 
+A GGUF file comes in by the same way: `convert/from_gguf.py` says what it holds as if it were such a folder.
+
 What differs between families stands in `convert/`: one table each of keys and of tensors, which says both directions.
 """
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,12 @@ from jaxformer import sharding
 from jaxformer.config import Config
 from jaxformer.convert import safetensors
 from jaxformer.convert.families import family_for, family_of
+from jaxformer.convert.family import Family
 from jaxformer.convert.files import json_object, map_file, replace_file
+from jaxformer.convert.from_gguf import as_folder
+from jaxformer.convert.gguf import GGUFFile
 from jaxformer.convert.names import shapes, to_params, to_tensors
-from jaxformer.models import Decoder, build
+from jaxformer.models import Model, build
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _SHARD_BYTES = 5_000_000_000
@@ -39,20 +45,22 @@ class Pretrained:
     """
 
     config: Config
-    model: Decoder
+    model: Model
     params: dict[str, Any]
     tokenizer: Any
 
 
-def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None) -> Pretrained:
+def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, tokenizer: bool = True) -> Pretrained:
     """Read a published model.
 
     The files are mapped and turned into parameters leaf by leaf, so that no second copy of the model is in memory.
 
     Args:
-      path: a folder with config.json, model.safetensors (or its index and shards) and perhaps tokenizer.json.
+      path: a folder with config.json, model.safetensors (or its index and shards) and perhaps tokenizer.json; or a
+        file that ends in .gguf, whose quantised tensors become float32.
       dtype: type of all parameters, "float32", "bfloat16" or "float16". None: each keeps the type of its tensor, but
         float64 becomes float32, and so do scales that are stored as w for 1 + w, which bfloat16 would round.
+      tokenizer: False leaves the tokenizer out, for a model whose tokenizer is refused.
       mesh: where parameters are laid out as `sharding.shardings` says. None: on the default device.
 
     Raises:
@@ -63,10 +71,14 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
     path = Path(path)
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {sorted(_DTYPES)}")
+    if path.suffix == ".gguf" and not path.is_dir():
+        return _load_gguf(path, dtype, mesh, tokenizer)
     if not path.is_dir():
         what = "does not exist" if not path.exists() else "is a file"
-        raise FileNotFoundError(f"{path} {what}; give the folder that holds config.json and the weights")
-    return _load_folder(path, dtype, mesh)
+        raise FileNotFoundError(
+            f"{path} {what}; give the folder that holds config.json and the weights, or a .gguf file"
+        )
+    return _load_folder(path, dtype, mesh, tokenizer)
 
 
 def save(
@@ -105,20 +117,39 @@ def save(
         replace_file(path / "tokenizer.json", [text.encode()])
 
 
-def _load_folder(path: Path, dtype: str | None, mesh: Mesh | None) -> Pretrained:
+def _load_folder(path: Path, dtype: str | None, mesh: Mesh | None, tokenizer: bool) -> Pretrained:
     said = path / "config.json"
-    source = json_object(str(said), bytes(map_file(said)))
+    family, config = _read_config(said, json_object(str(said), bytes(map_file(said))))
+    params = _read_params(path, family, config, safetensors.load(path), _placed(config, dtype, mesh))
+    return _pretrained(config, params, _load_tokenizer(path / "tokenizer.json") if tokenizer else None)
+
+
+def _load_gguf(path: Path, dtype: str | None, mesh: Mesh | None, tokenizer: bool) -> Pretrained:
+    file = GGUFFile(path)
+    source, tensors = as_folder(file)
+    family, config = _read_config(path, source)
+    numbers = sum(math.prod(info.shape) for info in file.tensors.values())
+    params = _read_params(path, family, config, tensors, _placed(config, dtype, mesh), numbers)
+    if not tokenizer:
+        return _pretrained(config, params, None)
+    from jaxformer.convert import gguf_tokenizer  # needs the `tokenizers` library
+
+    return _pretrained(config, params, gguf_tokenizer.tokenizer(file))
+
+
+def _read_config(path: Path, source: dict[str, Any]) -> tuple[Family, Config]:
     try:
         family = family_of(source)
-        config = family.config(source)
-    except ValueError as error:
-        raise ValueError(f"{said}: {error}") from error
-    tensors = safetensors.load(path)
-    try:
-        params = to_params(family.names, config, tensors, _placed(config, dtype, mesh))
+        return family, family.config(source)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return _pretrained(config, params, _load_tokenizer(path / "tokenizer.json"))
+
+
+def _read_params(path: Path, family: Family, config: Config, *how: Any) -> dict[str, Any]:
+    try:
+        return to_params(family.names, config, *how)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _placed(config: Config, dtype: str | None, mesh: Mesh | None) -> Callable[[str, NDArray[Any]], jax.Array]:
@@ -150,6 +181,6 @@ def _load_tokenizer(path: Path) -> Any:
 
 def _pretrained(config: Config, params: dict[str, Any], tokenizer: Any) -> Pretrained:
     """Say in the config in which type the parameters are stored, and build its model."""
-    stored = params["embed"]["embedding"].dtype
+    stored = params["embed"]["token"]["embedding"].dtype
     config = dataclasses.replace(config, param_dtype="bfloat16" if stored == jnp.bfloat16 else "float32")
     return Pretrained(config, build(config), params, tokenizer)

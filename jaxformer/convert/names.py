@@ -9,7 +9,7 @@ letters are those of `Config.sizes`, so that it also says what shape the tensor 
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -161,25 +161,30 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def to_params(
-    names: Names, config: Config, tensors: Mapping[str, Array], put: Callable[[str, Array], Any]
+    names: Names,
+    config: Config,
+    tensors: Mapping[str, Array],
+    put: Callable[[str, Array], Any],
+    numbers: int | None = None,
 ) -> dict[str, Any]:
     """Make the parameters of a model from the tensors of a file.
 
     Args:
       tensors: read one after the other; an array that maps its file is never copied as a whole.
       put: makes a leaf of a parameter's path and its values, which are views of a tensor.
+      numbers: how many the tensors hold in all, where asking each for its size would read it. None: they are asked.
 
     Raises:
       ValueError: a tensor that is missing, that nobody asked for, that has another shape than the config says, that
         holds integers, NaN or infinity; or a head unlike the embedding where the config ties them.
     """
     prefix = names.prefix if any(name.startswith(names.prefix) for name in tensors) else ""
-    _check_sizes(config, tensors)
-    wanted, left, found = shapes(config), dict(tensors), {}
+    _check_sizes(config, len(tensors), sum(x.size for x in tensors.values()) if numbers is None else numbers)
+    wanted, left, found = shapes(config), set(tensors), {}
     for file, rule, paths in _entries(names, config, wanted):
         file = prefix + file.removeprefix(names.prefix) if file.startswith(names.prefix) else file
         tensor = _checked(file, tensors, rule.shape(config))
-        left.pop(file, None)
+        left.discard(file)
         for path, array in zip(paths, rule.load(tensor, config), strict=True):
             found[path] = put(path, array)
     for path in _per_layer(names.zeros, config):
@@ -234,14 +239,13 @@ def _entries(names: Names, config: Config, wanted: Mapping[str, Any]) -> Iterato
                 yield rule.file.replace("{i}", str(i)), rule, paths
 
 
-def _check_sizes(config: Config, tensors: Mapping[str, Array]) -> None:
+def _check_sizes(config: Config, tensors: int, numbers: int) -> None:
     """Refuse sizes that no model of so many tensors and numbers has, before anything is made of them."""
-    most = sum(tensor.size for tensor in tensors.values())
     for letter in "VDNHKF":
-        if config.sizes[letter] > most:
-            raise ValueError(f"the config says {letter}={config.sizes[letter]}, but the file holds {most} numbers")
-    if config.num_layers > len(tensors):
-        raise ValueError(f"the config says {config.num_layers} layers, but the file holds {len(tensors)} tensors")
+        if config.sizes[letter] > numbers:
+            raise ValueError(f"the config says {letter}={config.sizes[letter]}, but the file holds {numbers} numbers")
+    if config.num_layers > tensors:
+        raise ValueError(f"the config says {config.num_layers} layers, but the file holds {tensors} tensors")
 
 
 def _checked(name: str, tensors: Mapping[str, Array], shape: tuple[int, ...]) -> Array:
@@ -258,14 +262,13 @@ def _checked(name: str, tensors: Mapping[str, Array], shape: tuple[int, ...]) ->
     return tensor
 
 
-def _check_left(
-    names: Names, config: Config, tensors: Mapping[str, Array], left: dict[str, Array], prefix: str
-) -> None:
+def _check_left(names: Names, config: Config, tensors: Mapping[str, Array], left: set[str], prefix: str) -> None:
     """Refuse tensors that no rule took; buffers go, and so does a head that repeats the embedding it is tied to."""
     files = {path: rule.file for rule in names.rules for path in rule.paths}
-    left = {name: left[name] for name in left if not re.fullmatch(names.buffers, name.removeprefix(prefix))}
-    head = left.pop(files.get(_HEAD, ""), None) if config.tie_embeddings else None
-    if head is not None:
+    left = {name for name in left if not re.fullmatch(names.buffers, name.removeprefix(prefix))}
+    if config.tie_embeddings and files.get(_HEAD) in left:
+        left.remove(files[_HEAD])
+        head = tensors[files[_HEAD]]
         embedding = tensors[prefix + files["embed/token/embedding"].removeprefix(names.prefix)]
         if head.shape != embedding.shape or head.dtype != embedding.dtype or (head != embedding).any():
             raise ValueError(
@@ -273,10 +276,10 @@ def _check_left(
                 "if the head is a matrix of its own"
             )
     if left:
-        raise ValueError(f"no model of this config has the tensors {_some(left)}")
+        raise ValueError(f"no model of this config has the tensors {_some(sorted(left))}")
 
 
-def _some(names: Mapping[str, Any]) -> str:
+def _some(names: Collection[str]) -> str:
     few = list(names)[:5]
     return ", ".join(map(repr, few)) + (f" and {len(names) - len(few)} more" if len(names) > len(few) else "")
 
