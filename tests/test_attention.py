@@ -4,6 +4,7 @@ In the closed forms q = k = 0, so that every visible key weighs the same and z i
 """
 
 import dataclasses
+import functools
 
 import draw
 import jax
@@ -17,7 +18,7 @@ import jaxformer as jf
 from jaxformer.attention import IMPLEMENTATIONS, attention, masked_softmax
 
 TOLERANCE = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": BFLOAT16}
-run = jax.jit(attention, static_argnames=("scale", "softcap", "implementation"))
+run = attend = jax.jit(attention, static_argnames=("scale", "softcap", "implementation"))
 
 ROW = np.arange(5)
 TWO = np.array([ROW, ROW])
@@ -70,37 +71,69 @@ def test_attention_is_the_oracles(mask, heads, bias_rows, softcap, dtype, rng):
     np.testing.assert_array_equal(z[empty], 0)
 
 
-def mean_of_visible(values, mask, T, N=1, dtype="float32"):
+EVERY = pytest.mark.parametrize("implementation", ["einsum", "chunked", "flash", "splash"])
+
+
+def mean_of_visible(values, mask, T, N=1, dtype="float32", implementation="einsum"):
     v = jnp.asarray(values, dtype)
     v = v.reshape(1, len(v), -1, 1).repeat(2, axis=-1)
     S, K = v.shape[1:3]
-    return run(jnp.zeros((1, T, N, 2), dtype), jnp.zeros((1, S, K, 2), dtype), v, mask, scale=1.0)[0, :, :, 0]
+    q, k = jnp.zeros((1, T, N, 2), dtype), jnp.zeros((1, S, K, 2), dtype)
+    return run(q, k, v, mask, scale=1.0, implementation=implementation)[0, :, :, 0]
 
 
+@EVERY
 @pytest.mark.parametrize(("N", "K"), [(4, 2), (6, 2), (8, 1), (3, 3)])
-def test_query_heads_share_key_value_heads_in_consecutive_groups(N, K):
-    z = mean_of_visible([10.0 * np.arange(1, K + 1)] * 3, jf.Mask.full(1, 3), 1, N)
+def test_query_heads_share_key_value_heads_in_consecutive_groups(N, K, implementation):
+    z = mean_of_visible([10.0 * np.arange(1, K + 1)] * 3, jf.Mask.full(1, 3), 1, N, implementation=implementation)
     np.testing.assert_array_equal(z[0], np.repeat(10.0 * np.arange(1, K + 1), N // K))
 
 
-def test_a_causal_window_counts_the_token_itself():
+@EVERY
+def test_a_causal_window_counts_the_token_itself(implementation):
     positions = jnp.arange(10)[None]
-    z = mean_of_visible(np.arange(10), jf.Mask(positions, positions, causal=True, window=4), 10)
+    mask = jf.Mask(positions, positions, causal=True, window=4, ordered=True)
+    z = mean_of_visible(np.arange(10), mask, 10, implementation=implementation)
     draw.close(z[:, 0], [0, 0.5, 1, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5], FLOAT32)
 
 
-def test_packed_documents_do_not_see_each_other():
+@EVERY
+def test_packed_documents_do_not_see_each_other(implementation):
     segments = jnp.asarray([[1, 1, 1, 2, 2]])
     positions = jnp.asarray([[0, 1, 2, 0, 1]])
-    z = mean_of_visible(np.arange(5), jf.Mask(positions, positions, segments, segments, causal=True), 5)
+    mask = jf.Mask(positions, positions, segments, segments, causal=True, ordered=True)
+    z = mean_of_visible(np.arange(5), mask, 5, implementation=implementation)
     draw.close(z[:, 0], [0, 0.5, 1, 3, 3.5], FLOAT32)
 
 
+@EVERY
+@pytest.mark.parametrize("T", [127, 128, 129, 192])
+def test_lanes_beyond_the_length_are_nobodys_keys(T, implementation):
+    """Of 192 values, 95.5 is the mean; padding of a block of 128 that counts as keys would make it 71.625."""
+    z = mean_of_visible(np.arange(T), jf.Mask.full(T, T), T, implementation=implementation)
+    np.testing.assert_allclose(z[:, 0], (T - 1) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["einsum", "chunked", "flash"])
+def test_causal_order_is_of_positions_and_not_of_a_corner(implementation):
+    """One query of a longer text sees all before it; aligned to the first key, it would see that alone."""
+    for t in range(4):
+        mask = jf.Mask(jnp.asarray([[t]]), jnp.arange(5)[None], causal=True)
+        z = mean_of_visible(np.arange(5) + 1, mask, 1, implementation=implementation)
+        np.testing.assert_allclose(z[0, 0], 1 + t / 2, rtol=1e-6)
+
+
+@EVERY
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_query_that_sees_nothing_gives_zero_and_harms_no_gradient(dtype):
+def test_a_query_that_sees_nothing_gives_zero_and_harms_no_gradient(dtype, implementation):
+    run = functools.partial(attend, implementation=implementation)
     q, k, v = (jnp.asarray(x, dtype)[None, :, None] for x in (np.zeros((2, 2)), np.zeros((2, 2)), [[1, 2], [3, 4]]))
     at, seen = jnp.arange(2)[None], jnp.asarray([[1, 1]])
     mask = jf.Mask(at, at, jnp.asarray([[1, 2]]), seen)  # the second query is of another document
+    if implementation == "splash" and dtype == "float16":
+        with pytest.raises(ValueError, match=r"not \['float16'\]; use implementation='chunked' or 'einsum'"):
+            run(q, k, v, mask, scale=1.0)
+        return
 
     def first(q, k, v):
         return run(q, k, v, mask, scale=1.0)[0, 0].sum()

@@ -77,6 +77,13 @@ def cudnn_by_xla(monkeypatch):
     monkeypatch.setattr(cudnn, "_check_device", lambda H: None)
 
 
+@pytest.fixture(autouse=True)
+def forgotten():
+    """Frees the programs of a test, which no other test runs: together they would take several GB."""
+    yield
+    jax.clear_caches()
+
+
 def check(implementation, made, given, arrays, allowed, expected):
     dtype = str(arrays[0].dtype)
     by_data = implementation in BY_DATA
