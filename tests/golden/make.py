@@ -1,0 +1,174 @@
+"""Make the golden models: tiny models of published families with what `transformers` computes from them.
+
+    python tests/golden/make.py [FOLDER] [name ...]        (needs torch and transformers; no network; half a minute)
+
+The files in this folder were made with transformers 5.24.0 and torch 2.13.0, eager attention, float32 on a CPU.
+
+For each name there are config.json and model.safetensors, as `save_pretrained` writes them, and ref.npz, inputs and
+what comes out of them. All weights are drawn anew, so that each matters: by the library's own initialisation biases are
+0, norms 1 and attention is near uniform, and many a fault would change nothing. They are exact in bfloat16 and stored
+so, which keeps the files small; the outputs are those of float32.
+
+ref.npz of a decoder:
+    ids [1 T], logits [1 T V]
+    hidden [L 1 T D]                 the residual stream before each layer
+    left_ids, left_mask [2 T]        two texts, padding left; the second is ids
+    left_logits [T-5 V]              logits of the first one's tokens
+    right_ids, right_mask, right_logits         padding right
+    greedy_ids [1 P+new]             the continuation of ids[:, :P]
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+V, T, PROMPT, NEW, SEED = 56, 16, 8, 8, 20240607
+LLAMA = {
+    "vocab_size": V,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+GEMMA = LLAMA | {
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 5,
+    "query_pre_attn_scalar": 12,
+    "tie_word_embeddings": True,
+}
+NEOX = {
+    "vocab_size": V,
+    "hidden_size": 24,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 32,
+    "hidden_act": "gelu",
+    "tie_word_embeddings": False,
+}
+GPT2 = {"vocab_size": V, "n_positions": 32, "n_embd": 24, "n_layer": 2}
+
+
+def rope(**fields):
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | fields}
+
+
+TIED = {"tie_word_embeddings": True}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.5}
+GEMMA3 = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+DECODERS = {
+    "gpt2": ("GPT2", GPT2 | {"n_head": 4}),
+    "llama": ("Llama", LLAMA),
+    "llama_tied": ("Llama", LLAMA | {"head_dim": 8, "tie_word_embeddings": True} | rope(rope_theta=500000.0)),
+    "llama3_rope": ("Llama", LLAMA | {"head_dim": 8} | rope(**LLAMA3, original_max_position_embeddings=16)),
+    "llama_linear": ("Llama", LLAMA | BIASES | rope(rope_type="linear", factor=4.0)),
+    "llama_yarn": ("Llama", LLAMA | {"head_dim": 16} | rope(**YARN, original_max_position_embeddings=16)),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": 5}),
+    "qwen2": ("Qwen2", LLAMA | {"tie_word_embeddings": True} | rope(rope_theta=1000000.0)),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 8} | WINDOWS),
+    "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0}),
+    "gemma3": ("Gemma3Text", GEMMA | {"num_hidden_layers": 7, "rope_parameters": GEMMA3}),
+    "gpt_neox": ("GPTNeoX", NEOX | rope(partial_rotary_factor=0.25)),
+    "gpt_neox_serial": ("GPTNeoX", NEOX | {"use_parallel_residual": False} | rope(partial_rotary_factor=1.0)),
+    "gptj": ("GPTJ", GPT2 | {"n_head": 3, "rotary_dim": 4, "n_inner": 48}),
+    "phi": ("Phi", NEOX | {"hidden_act": "gelu_new"} | rope(partial_rotary_factor=0.5)),
+    "opt": ("OPT", NEOX | {"num_attention_heads": 4, "ffn_dim": 48, "word_embed_proj_dim": 24} | TIED),
+    "bloom": ("Bloom", {"vocab_size": V, "hidden_size": 24, "n_layer": 2, "n_head": 6}),
+    "mpt": ("Mpt", {"vocab_size": V, "d_model": 24, "n_layers": 2, "n_heads": 6, "max_seq_len": 32}),
+}
+"""Name -> prefix of the config's class, and its fields."""
+OWN_POSITIONS = ("bloom", "mpt", "opt")
+"""Models that take positions from the mask, or none."""
+
+
+def redraw(model, seed):
+    """Draws every parameter, scaled so that activations stay near 1, and rounds it to bfloat16."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = dict(model.named_modules())
+    scaled = model.config.model_type.startswith("gemma")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            module = type(modules[name.rpartition(".")[0]]).__name__
+            x = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim == 1:
+                x = 0.2 * x + (0.0 if "bias" in name else parameter)
+            elif "Embedding" in module:
+                x *= 0.15 if scaled else 0.25
+            else:
+                x *= 1.2 / parameter.shape[0 if module == "Conv1D" else -1] ** 0.5
+            parameter.copy_(x.bfloat16())
+
+
+def padded(texts, left):
+    ids, mask = np.zeros((len(texts), T), np.int64), np.zeros((len(texts), T), np.int64)
+    for row, text in enumerate(texts):
+        at = slice(T - len(text), None) if left else slice(0, len(text))
+        ids[row, at], mask[row, at] = text, 1
+    return ids, mask
+
+
+@torch.no_grad()
+def decoder(name, folder):
+    kind, fields = DECODERS[name]
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = getattr(transformers, f"{kind}Config")(**fields, **ends)
+    seed = SEED + sum(map(ord, name))
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    redraw(model, seed)
+    draw = np.random.default_rng(seed)
+    ids, short = draw.integers(V, size=(1, T)), draw.integers(V, size=T - 5)
+
+    def run(ids, **options):
+        return model(torch.from_numpy(ids), use_cache=False, **options)
+
+    out = run(ids, output_hidden_states=True)
+    ref = {"ids": ids, "logits": out.logits.numpy()}
+    ref["hidden"] = np.stack([hidden.numpy() for hidden in out.hidden_states[:-1]])
+    for side in ("left", "right"):
+        padded_ids, mask = padded([short, ids[0]], left=side == "left")
+        options = {"attention_mask": torch.from_numpy(mask)}
+        if name not in OWN_POSITIONS:
+            options["position_ids"] = torch.from_numpy(np.maximum(mask.cumsum(1) - 1, 0))
+        logits = run(padded_ids, **options).logits.numpy()
+        ref |= {f"{side}_ids": padded_ids, f"{side}_mask": mask, f"{side}_logits": logits[0][mask[0] == 1]}
+        assert abs(logits[1] - ref["logits"][0]).max() < 1e-4
+    greedy = ids[:, :PROMPT]
+    for _ in range(NEW):
+        greedy = np.concatenate([greedy, run(greedy).logits[:, -1:].argmax(-1).numpy()], axis=1)
+    ref["greedy_ids"] = greedy
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return ref
+
+
+def main(folder, names):
+    for name in names or DECODERS:
+        target = folder / name
+        ref = decoder(name, target)
+        small = {key: x.astype(np.int16) if x.dtype == np.int64 else x for key, x in ref.items()}
+        np.savez_compressed(target / "ref.npz", **small)
+        size = sum(file.stat().st_size for file in target.iterdir())
+        print(f"{name:16} {size / 1000:6.1f} KB, logits {ref['logits'].std():.2f}, {ref['greedy_ids'][0, PROMPT:]}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent, sys.argv[2:])
