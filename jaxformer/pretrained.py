@@ -75,9 +75,7 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
         return _load_gguf(path, dtype, mesh, tokenizer)
     if not path.is_dir():
         what = "does not exist" if not path.exists() else "is a file"
-        raise FileNotFoundError(
-            f"{path} {what}; give the folder that holds config.json and the weights, or a .gguf file"
-        )
+        raise FileNotFoundError(f"{path} {what}; give a folder with config.json and weights, or a .gguf file")
     return _load_folder(path, dtype, mesh, tokenizer)
 
 
@@ -161,8 +159,7 @@ def _placed(config: Config, dtype: str | None, mesh: Mesh | None) -> Callable[[s
 
     def put(path: str, array: NDArray[Any]) -> jax.Array:
         kind = _DTYPES[dtype] if dtype else jnp.float32 if array.dtype == np.float64 else array.dtype
-        array = np.array(array, kind)
-        return jax.device_put(array, places[path]) if places else jnp.array(array)
+        return jax.device_put(np.array(array, kind, order="C"), places.get(path))
 
     return put
 
