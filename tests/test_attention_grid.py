@@ -40,7 +40,11 @@ def whole(mask):
 
 
 def cell(mask, heads, bias, T):
-    """Inputs of a cell, exact in bfloat16, and what the oracle makes of them: z and the gradients of sum(z * dz)."""
+    """Inputs of a cell, exact in bfloat16, and what the oracle makes of them: z and the gradients of sum(z * dz).
+
+    With each gradient goes the size of what was added up for it: a leaf of a bias is a sum over all rows of the pattern
+    in which large terms cancel, and roundings in so many rows add up as the root of their number.
+    """
     rng = np.random.default_rng(zlib.crc32(f"{mask} {heads} {bias} {T}".encode()))
     (N, K), (made, allowed) = grid.HEADS[heads], grid.mask_of(mask, T)
     Q = allowed.shape[2]
@@ -51,9 +55,11 @@ def cell(mask, heads, bias, T):
     given, array, of_leaves = grid.BIASES[bias](rng, N, made)
     z = oracle.attention(q, k, v, allowed, array, scale=grid.SCALE)
     *gradients, dbias = oracle.attention_gradients(q, k, v, allowed, array, dz, scale=grid.SCALE)
+    sizes = [abs(gradient).max() for gradient in gradients]
     if of_leaves is not None:
         gradients.append(of_leaves(dbias))
-    return made, given, (q, k, v, dz), allowed, (z, *gradients)
+        sizes.append(max(abs(gradients[-1]).max(), abs(of_leaves(abs(dbias))).max() / np.sqrt(grid.B * Q)))
+    return made, given, (q, k, v, dz), allowed, z, list(zip(gradients, sizes, strict=True))
 
 
 def value_and_gradients(implementation, mask, bias, arrays, **options):
@@ -84,17 +90,17 @@ def forgotten():
     jax.clear_caches()
 
 
-def check(implementation, made, given, arrays, allowed, expected):
+def check(implementation, made, given, arrays, allowed, expected, expected_gradients):
     dtype = str(arrays[0].dtype)
     by_data = implementation in BY_DATA
     run = compiled if by_data else value_and_gradients
     z, *gradients = run(implementation, whole(made) if by_data else made, given, arrays)
     assert z.dtype == dtype
     forward, backward = TOLERANCE[dtype]
-    draw.close(z, expected[0], forward * max(1, abs(expected[0]).max()))
+    draw.close(z, expected, forward * max(1, abs(expected).max()))
     np.testing.assert_array_equal(z[np.broadcast_to(~allowed.any(axis=(1, 3)), z.shape[:2])], 0)
-    for gradient, right in zip(gradients, expected[1:], strict=True):
-        draw.close(gradient, right, backward * max(1, abs(right).max()))
+    for gradient, (right, size) in zip(gradients, expected_gradients, strict=True):
+        draw.close(gradient, right, backward * max(1, size if dtype == "bfloat16" else abs(right).max()))
 
 
 @pytest.mark.parametrize("T", grid.LENGTHS)

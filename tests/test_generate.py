@@ -23,7 +23,7 @@ SAMPLED = {"sampler": chain(temperature(1.5), top_p(0.95)), "key": jax.random.ke
 @functools.cache
 def model(positions="rotary", **fields):
     """A model whose attention is strong enough that its greedy text is not one token for ever."""
-    made, params = draw.model(seed=4, max_len=32, positions=positions, **{"tie_embeddings": False} | fields)
+    made, params = draw.model(seed=2, max_len=32, positions=positions, **{"tie_embeddings": False} | fields)
     factors = {"q_proj/kernel": 2, "k_proj/kernel": 2, "o_proj/kernel": 3, "final_norm/bias": 0}
 
     def one(path, leaf):
@@ -63,12 +63,14 @@ def alone(made, params, prompt, **options):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_greedy_decoding_is_the_oracles_without_a_cache(scheme):
     made, params = model(scheme)
+    seen = set()
     for prompt in (A, B):
         expected = oracle.greedy(params, made.config.to_dict(), rows(prompt), NEW)
+        seen |= set(expected.ravel().tolist())
         result = jf.generate(made, params, rows(prompt), max_new_tokens=NEW)
         np.testing.assert_array_equal(result.ids, expected)
         assert result.lengths.tolist() == [NEW]
-    assert len(np.unique(expected)) > 2
+    assert len(seen) > 2
 
 
 @pytest.mark.parametrize("fields", [{"scan_layers": True}, {"residual": "post"}, {"tie_embeddings": True}])
