@@ -3,6 +3,7 @@
 python docs/update_attention.py        (after: python benchmarks/attention.py)
 """
 
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,8 @@ def main() -> None:
     """Rewrites docs/attention.md."""
     page = replace(PAGE.read_text(), "support", "\n".join(support()) + "\n")
     if BENCHMARK.exists():
-        page = replace(page, "benchmark", BENCHMARK.read_text())
+        page = replace(page, "benchmark", BENCHMARK.read_text().split("\n", 2)[2])  # without its heading
+        shutil.copy(BENCHMARK.with_suffix(".png"), PAGE.with_suffix(".png"))
     PAGE.write_text(page)
 
 
