@@ -148,7 +148,8 @@ def choose(settings: Settings, machine: dict[str, Any], dtype: str) -> tuple[lis
     for name in IMPLEMENTATIONS:
         kernel = FUSED.get(name, (backend,))
         if backend not in kernel:
-            notes.append(f"{name} is not measured: its kernel is for {' and '.join(kind.upper() for kind in kernel)}, not {backend}.")
+            kinds = " and ".join(kind.upper() for kind in kernel)
+            notes.append(f"{name} is not measured: its kernel is for {kinds}, not {backend}.")
         elif name == "cudnn" and dtype == "float32":
             notes.append("cudnn is not measured: it takes no float32.")
         else:
