@@ -142,3 +142,11 @@ def test_a_bias_of_positions_is_the_same_as_its_array(rng):
     ours, theirs = (cached_attention(q, view, mask, b, scale=0.5) for b in (bias, bias(at, slots)))
     np.testing.assert_array_equal(ours, theirs)
     assert np.abs(ours - cached_attention(q, view, mask, scale=0.5)).max() > 0.01
+
+
+def test_a_mask_of_the_tokens_is_refused_over_a_cache():
+    """It would be cut at the slots' places, and show a query keys that are not there."""
+    model, params = draw.model()
+    cache = jf.init_cache(model.config, 1, 16)
+    with pytest.raises(ValueError, match="the mask is of 8 keys, but the cache has 16 slots; with a cache, make it of"):
+        model.apply({"params": params}, draw.ids(1, 8), mask=jf.Mask.causal(8), cache=cache)

@@ -36,9 +36,17 @@ def cached_attention(
 
     Returns:
       z [B T N H]; a row without any allowed slot is 0. Not differentiable: the number of blocks depends on the length.
+
+    Raises:
+      ValueError: a mask of the tokens instead of the slots.
     """
     B, H = q.shape[0], q.shape[3]
     K, S = view.kv.k.shape[2:4]
+    if mask.kv_positions.shape[1] != S:
+        raise ValueError(
+            f"the mask is of {mask.kv_positions.shape[1]} keys, but the cache has {S} slots; with a cache, make it of "
+            "the cache's positions"
+        )
     C = min(BLOCK, S)
     query = rearrange(q, "B T (K G) H -> B K G T H", K=K)
 

@@ -29,8 +29,7 @@ def same(x: Any, y: Any) -> bool:
 def aligned(mask: Mask) -> bool:
     """Returns whether differences of indices are surely differences of positions; False also where it is not known.
 
-    A mask that goes through `jax.jit` or `jax.checkpoint` as an argument comes out with q and kv as two traced arrays,
-    of which nothing is known: make it inside, from one array, or close over it.
+    q and kv of a mask are known to be the same tokens if they were made from one array: they stay one through `jit`.
     """
     alike = same(mask.q_positions, mask.kv_positions) and same(mask.q_segments, mask.kv_segments)
     return mask.ordered and alike
