@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int
 
 FAR = 2**30
@@ -69,15 +70,22 @@ class Mask:
                 raise ValueError(f"{name}_segments {segments.shape} do not match {name}_positions {positions.shape}")
         if prefix is not None and (prefix.ndim != 2 or prefix.shape[1] not in (1, q_positions.shape[1])):
             raise ValueError(f"prefix has shape {prefix.shape}; it must be [batch, 1] or [batch, queries]")
-        leaves = (q_positions, kv_positions, q_segments, kv_segments, prefix)
+        q, kv = _int32(q_positions), _int32(kv_positions)
+        kv = q if kv_positions is q_positions else kv
+        q_numbers, kv_numbers = _int32(q_segments), _int32(kv_segments)
+        kv_numbers = q_numbers if kv_segments is q_segments else kv_numbers
+        leaves = (q, kv, q_numbers, kv_numbers, _int32(prefix))
         rows = {leaf.shape[0] for leaf in leaves if leaf is not None} - {1}
         if len(rows) > 1:
             raise ValueError(f"positions and segments have {sorted(rows)} rows; each must have the batch's, or 1")
-        is_static = window is None or isinstance(window, int)
-        if isinstance(window, int) and window < 1:
-            raise ValueError(f"window={window} hides every key; it counts the token itself, so it must be at least 1")
-        self._leaves = (*leaves, None if is_static else window)
-        self._static = (causal, window if is_static else None, ordered)
+        width: Any = int(window) if isinstance(window, np.integer) else window
+        is_static = width is None or isinstance(width, int)
+        if not is_static and (width.ndim or not jnp.issubdtype(width.dtype, jnp.integer)):
+            raise ValueError(f"a window that is an array must be one integer, not {width.dtype}{list(width.shape)}")
+        if isinstance(width, int) and width < 1:
+            raise ValueError(f"window={width} hides every key; it counts the token itself, so it must be at least 1")
+        self._leaves = (*leaves, None if is_static else width)
+        self._static = (causal, width if is_static else None, ordered)
 
     @property
     def q_positions(self) -> Array:
@@ -197,6 +205,15 @@ class Mask:
     def __repr__(self) -> str:
         names = ("q_positions", "kv_positions", "q_segments", "kv_segments", "is_causal", "window", "ordered", "prefix")
         return f"Mask({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+
+def _int32(x: Any) -> Any:
+    """Returns x in the one type in which no position wraps around, or None."""
+    if x is None or x.dtype == jnp.int32:
+        return x
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"positions and segments of a mask are integers, not {x.dtype}")
+    return x.astype(jnp.int32)
 
 
 def documents(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:

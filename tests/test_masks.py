@@ -150,6 +150,24 @@ def test_what_q_and_kv_share_stays_one_array():
             np.testing.assert_array_equal(found, mask.dense())
 
 
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint8", "uint32"])
+def test_positions_of_every_integer_type_are_the_same_mask(dtype, unchecked):
+    at = jnp.arange(8)[None]
+    short = at.astype(dtype)
+    for options in ({}, {"causal": True}, {"causal": True, "window": 2}, {"window": 3}):
+        made = jf.Mask(short, short, short, short, **options)
+        np.testing.assert_array_equal(made.dense(), jf.Mask(at, at, at, at, **options).dense())
+        assert made.kv_positions is made.q_positions
+        assert made.kv_segments is made.q_segments
+
+
+def test_a_window_of_numpy_is_a_static_one(unchecked):
+    at = jnp.arange(4)[None]
+    assert jf.Mask(at, at, window=np.int64(2)).window == 2
+    with pytest.raises(ValueError, match="window=0 hides every key"):
+        jf.Mask(at, at, window=np.int32(0))
+
+
 def test_a_mask_maps_over_rows():
     lengths = jnp.asarray([[1, 3], [0, 2]])
     dense = jax.vmap(lambda row: jf.Mask.from_lengths(row, 3))(lengths)
@@ -177,6 +195,9 @@ def test_a_mask_says_what_it_is():
         ({"kv_positions": jnp.ones((3, 4), int)}, r"have \[2, 3\] rows"),
         ({"window": 0}, "window=0 hides every key; it counts the token itself, so it must be at least 1"),
         ({"window": -1}, "window=-1 hides every key"),
+        ({"window": jnp.ones(3, int)}, r"a window that is an array must be one integer, not int32\[3\]"),
+        ({"window": jnp.ones(())}, r"must be one integer, not float32\[\]"),
+        ({"q_positions": jnp.ones((2, 3))}, "positions and segments of a mask are integers, not float32"),
         (
             {"prefix": jnp.ones((2, 1), int)},
             "a prefix lifts the causal order from the first positions; give causal",
