@@ -169,6 +169,16 @@ def test_hidden_keys_weigh_nothing_whatever_hides_them_and_however_often(dtype, 
         assert all(np.isfinite(g).all() for g in [z, *gradients])
 
 
+@pytest.mark.parametrize("implementation", ["einsum", "chunked", "flash"])
+@pytest.mark.parametrize("lowest", [np.finfo(np.float32).min, -np.inf])
+def test_hidden_keys_stay_out_of_a_row_whose_bias_is_the_lowest(lowest, implementation):
+    """All allowed keys have one score, so z is the mean of their values: all 1; under -inf nothing is seen."""
+    q = jnp.zeros((1, 8, 1, 2))
+    bias = jnp.full((1, 1, 8, 8), lowest, jnp.float32)
+    z = run(q, q, jnp.ones_like(q), jf.Mask.causal(8), bias, scale=1.0, implementation=implementation)
+    np.testing.assert_array_equal(z, np.full_like(z, 0 if np.isinf(lowest) else 1))
+
+
 def test_scores_are_float32_under_bfloat16():
     """Scores of 256 and 257 are one number in bfloat16; the weights must be those of a difference of 1."""
     q, k = jnp.asarray([[[[16.0, 1.0]]]], jnp.bfloat16), jnp.asarray([[[[16.0, 0.0]], [[16.0, 1.0]]]], jnp.bfloat16)

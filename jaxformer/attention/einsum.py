@@ -18,9 +18,12 @@ from jaxformer.masks import Mask
 
 def masked_softmax(scores: Float[Array, "*B S"], allowed: Bool[Array, "*#B S"]) -> Float[Array, "*B S"]:
     """Returns the softmax over the allowed keys; a row that allows none is exactly 0, with finite gradients."""
-    # The lowest finite number and not -inf: an empty row would be 0 / 0, whose NaN reaches every gradient.
-    pattern = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(scores.dtype).min), axis=-1)
-    return jnp.where(allowed, pattern, 0)
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    high = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    # A row of -inf alone would be -inf - -inf, whose NaN reaches every gradient.
+    weights = jnp.exp(scores - jnp.where(high == -jnp.inf, 0, high))
+    total = weights.sum(axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0, 1, total)
 
 
 def softcapped(scores: Array, softcap: float | None) -> Array:
