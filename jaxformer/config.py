@@ -11,7 +11,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from jaxformer.checks import check_choice, check_flag, check_positive, check_rate, check_size
+from jaxformer.checks import check_choice
+from jaxformer.config_checks import check_arrangement, check_positions, check_types
 from jaxformer.rotary import Rotary
 
 Architecture = Literal["encoder", "decoder", "encoder_decoder"]
@@ -32,18 +33,6 @@ _CHOICES: dict[str, Any] = {
     "dtype": DType,
     "param_dtype": DType,
 }
-_OPTIONAL_SIZES = (
-    *("num_kv_heads", "d_head", "d_ff", "d_embed", "num_decoder_layers", "decoder_d_ff"),
-    *("target_vocab_size", "num_labels", "num_token_types"),
-)
-_SIZES = (
-    *("vocab_size", "max_len", "d_model", "num_layers", "num_heads", "relative_buckets", "relative_reach"),
-    *_OPTIONAL_SIZES,
-)
-_FLAGS = ("embed_norm", "qk_norm", "embed_scale", "gated", "bias", "tie_embeddings", "head_bias", "scan_layers")
-_OPTIONAL_FLAGS = ("final_norm", "qkv_bias")
-_OPTIONAL_NUMBERS = ("attention_scale", "softcap", "logit_scale", "logit_softcap")
-_RATES = ("dropout", "attention_dropout")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +143,7 @@ class Config:
     """Run the layers with one `nn.scan` over stacked parameters: program size constant in depth."""
 
     def __post_init__(self) -> None:
-        self._check_types()
+        check_types(self)
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), get_args(choices))
         if self.d_head is None and self.d_model % self.num_heads:
@@ -167,63 +156,8 @@ class Config:
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}; "
                 "each key/value head serves the same number of query heads"
             )
-        self._check_positions()
-        self._check_arrangement()
-
-    def _check_positions(self) -> None:
-        width = self.sizes["H"]
-        turned = {width if rotary.width is None else rotary.width for rotary in self.rotaries}
-        if self.positions == "rotary":
-            if any(number % 2 for number in turned):
-                what = "rotary.width" if self.rotaries[0].width else "d_head"
-                raise ValueError(f"rotary positions turn pairs of lanes, but {what}={max(turned)} is odd; make it even")
-            if len(turned) > 1 or max(turned) > width:
-                raise ValueError(
-                    f"rotary.width={sorted(turned)}: all layers turn the same number of lanes, at most d_head={width}"
-                )
-        if self.positions == "relative" and (
-            self.relative_buckets % 2 or self.relative_buckets < 4 or self.relative_reach <= self.relative_buckets // 2
-        ):
-            raise ValueError(
-                f"relative_buckets={self.relative_buckets} must be even and at least 4, and relative_reach="
-                f"{self.relative_reach} beyond the half of them, which counts distances one by one"
-            )
-        name, lanes = ("d_model", self.d_model) if self.d_embed is None else ("d_embed", self.d_embed)
-        if self.positions == "sinusoidal" and lanes % 2:
-            raise ValueError(f"sinusoidal positions fill pairs of lanes, but {name}={lanes} is odd; make it even")
-
-    def _check_arrangement(self) -> None:
-        if self.architecture != "encoder" and self.head != "lm":
-            raise ValueError(f"head={self.head!r} is for an encoder; a model with a decoder has head='lm'")
-        if (self.head in ("classifier", "token_classifier")) != (self.num_labels is not None):
-            raise ValueError(
-                f"head={self.head!r} with num_labels={self.num_labels}: only classifiers have it, and must"
-            )
-        if self.architecture != "encoder_decoder":
-            for name in ("num_decoder_layers", "decoder_d_ff", "target_vocab_size"):
-                if getattr(self, name) is not None:
-                    raise ValueError(f"{name}={getattr(self, name)} is for architecture='encoder_decoder'")
-        if self.d_embed is not None and self.tie_embeddings and self.head == "lm":
-            raise ValueError(f"d_embed={self.d_embed}: a head tied to narrower embeddings needs head='masked_lm'")
-
-    def _check_types(self) -> None:
-        for name in _SIZES:
-            check_size(name, getattr(self, name), optional=name in _OPTIONAL_SIZES)
-        for name in (*_FLAGS, *_OPTIONAL_FLAGS):
-            check_flag(name, getattr(self, name), optional=name in _OPTIONAL_FLAGS)
-        for name in ("norm_eps", *_OPTIONAL_NUMBERS):
-            check_positive(name, getattr(self, name), optional=name in _OPTIONAL_NUMBERS)
-        for name in _RATES:
-            check_rate(name, getattr(self, name))
-        if not isinstance(self.attention, str):
-            raise ValueError(f"attention={self.attention!r} must be the name of an implementation, or 'auto'")
-        for name in ("window", "rotary"):
-            if getattr(self, name) == ():
-                raise ValueError(f"{name}=() is no pattern; give one entry for each layer that it repeats over")
-        for window in self.windows:
-            check_size("window", window, optional=True)
-        if not all(isinstance(rotary, Rotary) for rotary in self.rotaries):
-            raise ValueError(f"rotary={self.rotary!r} must be a Rotary, or a tuple of them")
+        check_positions(self)
+        check_arrangement(self)
 
     @property
     def sizes(self) -> dict[str, int]:

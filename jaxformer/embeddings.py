@@ -6,7 +6,7 @@ Every part but the tokens is there if the config asks for it (Vaswani et al. 201
 2019, "BERT", section 3; Lan et al. 2020, "ALBERT", section 3.1, for the projection from a narrower table).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,9 +14,40 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxformer.cache import Cache
 from jaxformer.config import Config
 from jaxformer.layers import Embed, Projection, make_norm
+from jaxformer.masks import documents, positions_from_segments
 from jaxformer.positions import ADD
+
+
+class Places(NamedTuple):
+    """Where the tokens of a text stand.
+
+    Attributes:
+      ordered: positions count up one by one within each document.
+    """
+
+    positions: Array
+    segments: Array | None
+    ordered: bool
+
+
+def places(ids: Array, positions: Array | None, segments: Array | None, cache: Cache | None = None) -> Places:
+    """Fills in the positions of a text: along the row, within each run of one segment number, or on from the cache.
+
+    Raises:
+      ValueError: segments together with a cache.
+    """
+    if segments is not None and cache is not None:
+        raise ValueError("a cache holds one document a row; decode packed segments as rows of their own")
+    if positions is not None:
+        return Places(positions, segments, ordered=False)
+    if segments is not None:
+        segments = documents(segments)
+        return Places(positions_from_segments(segments), segments, ordered=True)
+    start = 0 if cache is None else cache.length
+    return Places(start + jnp.arange(ids.shape[1])[None], None, ordered=True)
 
 
 def check_ids(ids: Any, vocab_size: int) -> None:

@@ -26,7 +26,7 @@ from jaxformer.convert.family import Family
 from jaxformer.convert.files import json_object, map_file, replace_file
 from jaxformer.convert.from_gguf import as_folder
 from jaxformer.convert.gguf import GGUFFile
-from jaxformer.convert.names import shapes, to_params, to_tensors
+from jaxformer.convert.tensors import shapes, to_params, to_tensors
 from jaxformer.models import Model, build
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}

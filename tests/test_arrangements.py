@@ -12,8 +12,8 @@ import pytest
 from tolerances import CACHED, FLOAT32
 
 import jaxformer as jf
+from jaxformer.encoder_decoder import Memory
 from jaxformer.heads import mean_pooled
-from jaxformer.models import Memory
 
 IDS, TARGET = draw.ids(2, 6), draw.ids(2, 5, seed=1)
 LEFT, RIGHT = np.array([[-1, -1, 0, 1, 2, 3], range(6)]), np.array([[0, 1, 2, 3, -1, -1], range(6)])

@@ -16,7 +16,7 @@ import pytest
 import jaxformer as jf
 from jaxformer.convert import safetensors
 from jaxformer.convert.families import FAMILIES, family_for
-from jaxformer.convert.names import shapes
+from jaxformer.convert.tensors import shapes
 from jaxformer.trees import path_name
 
 GOLDEN = Path(__file__).parent / "golden"

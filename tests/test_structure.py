@@ -22,14 +22,17 @@ FAMILIES = (
     *("mpt",),
 )
 LEVELS = [
-    ["checks", "rotary", "config", "presets", "masks", "trees", "cache", "taps", "sharding"],
+    ["checks", "rotary", "config_checks", "config", "presets", "masks", "trees", "cache", "taps", "sharding"],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
     ["losses", "sampling", "optim"],
-    ["layers", "positions", "biases", "embeddings", "heads", "blocks", "models"],
+    ["layers", "positions", "biases", "embeddings", "heads", "blocks", "encoder_decoder", "models"],
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
     ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
     ["convert.gguf_config", "convert.from_gguf", "convert.gguf_tokenizer"],
-    [*(f"convert.{name}" for name in ("names", "keys", "rope", "family", *FAMILIES, "families")), "pretrained"],
+    [
+        *(f"convert.{name}" for name in ("names", "tensors", "keys", "rope", "family", *FAMILIES, "families")),
+        "pretrained",
+    ],
     ["cli"],
     ["jaxformer"],
 ]

@@ -9,29 +9,21 @@ letters are those of `Config.sizes`, so that it also says what shape the tensor 
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
 import einops
-import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxformer.config import Config
-from jaxformer.models import build
-from jaxformer.trees import path_name, unstack_layers
 
 Array = NDArray[Any]
 
 LAYER = "decoder/layers_{i}"
 QKV = tuple(f"{LAYER}/attn/{name}_proj" for name in "qkv")
-
-_FLOATS = tuple(np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
-_HEAD = "lm_head/kernel"
 
 
 class Change(NamedTuple):
@@ -142,153 +134,3 @@ class Names:
     prefix: str = ""
     buffers: str = ""
     zeros: tuple[str, ...] = ()
-
-
-# Both directions ------------------------------------------------------------------------------------------------------
-
-
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter of a config's model by its path, in the layout of a loop over layers."""
-    one = dataclasses.replace(config, num_layers=1, scan_layers=False)  # layers have the same parameters
-    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    tree = jax.eval_shape(build(one).init, jax.random.key(0), ids)["params"]
-    found = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    return {
-        path.replace("layers_0", f"layers_{i}"): shape
-        for path, shape in found.items()
-        for i in range(config.num_layers if "layers_0" in path else 1)
-    }
-
-
-def to_params(
-    names: Names,
-    config: Config,
-    tensors: Mapping[str, Array],
-    put: Callable[[str, Array], Any],
-    numbers: int | None = None,
-) -> dict[str, Any]:
-    """Make the parameters of a model from the tensors of a file.
-
-    Args:
-      tensors: read one after the other; an array that maps its file is never copied as a whole.
-      put: makes a leaf of a parameter's path and its values, which are views of a tensor.
-      numbers: how many the tensors hold in all, where asking each for its size would read it. None: they are asked.
-
-    Raises:
-      ValueError: a tensor that is missing, that nobody asked for, that has another shape than the config says, that
-        holds integers, NaN or infinity; or a head unlike the embedding where the config ties them.
-    """
-    prefix = names.prefix if any(name.startswith(names.prefix) for name in tensors) else ""
-    _check_sizes(config, len(tensors), sum(x.size for x in tensors.values()) if numbers is None else numbers)
-    wanted, left, found = shapes(config), set(tensors), {}
-    for file, rule, paths in _entries(names, config, wanted):
-        file = prefix + file.removeprefix(names.prefix) if file.startswith(names.prefix) else file
-        tensor = _checked(file, tensors, rule.shape(config))
-        left.discard(file)
-        for path, array in zip(paths, rule.load(tensor, config), strict=True):
-            found[path] = put(path, array)
-    for path in _per_layer(names.zeros, config):
-        if path in wanted:
-            kernel = found[f"{path.rpartition('/')[0]}/kernel"]
-            found[path] = put(path, np.zeros(wanted[path], kernel.dtype))
-    _check_left(names, config, tensors, left, prefix)
-    return _nested({path: found[path] for path in wanted})
-
-
-def to_tensors(names: Names, config: Config, params: Mapping[str, Any]) -> dict[str, Array]:
-    """Make the tensors of a file from the parameters of a model; the inverse of `to_params`.
-
-    Raises:
-      ValueError: parameters that are not those of the config, or whose values the files of the family cannot hold.
-    """
-    if config.scan_layers:
-        params = unstack_layers(params)
-    leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(dict(params))}
-    wanted = shapes(config)
-    for path in [*wanted, *leaves]:
-        if path not in leaves:
-            raise ValueError(f"the parameters lack {path}, which the config asks for")
-        if path not in wanted:
-            raise ValueError(f"the parameters hold {path}, which a model of the config does not have")
-        if leaves[path].shape != wanted[path]:
-            raise ValueError(f"{path} has shape {leaves[path].shape}, but the config makes it {wanted[path]}")
-    tensors: dict[str, Array] = {}
-    for file, rule, paths in _entries(names, config, wanted):
-        tensor = rule.save([np.asarray(leaves[path]) for path in paths], config)
-        if file in tensors and tensors[file].tobytes() != tensor.tobytes():
-            raise ValueError(f"{paths[0]} is not what its twin is, but the file has one tensor {file!r} for both")
-        tensors[file] = tensor
-    for path in _per_layer(names.zeros, config):
-        if path in wanted and np.any(np.asarray(leaves[path])):
-            raise ValueError(f"{path} is not 0, but files of this family have no tensor for it")
-    return tensors
-
-
-def _per_layer(paths: Sequence[str], config: Config) -> Iterator[str]:
-    for path in paths:
-        for i in range(config.num_layers if "{i}" in path else 1):
-            yield path.replace("{i}", str(i))
-
-
-def _entries(names: Names, config: Config, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Rule, list[str]]]:
-    """Yield each tensor that the config asks for, its rule, and the paths of its parameters."""
-    for rule in names.rules:
-        for i in range(config.num_layers if "{i}" in rule.file else 1):
-            paths = [path.replace("{i}", str(i)) for path in rule.paths]
-            if paths[0] in wanted:
-                yield rule.file.replace("{i}", str(i)), rule, paths
-
-
-def _check_sizes(config: Config, tensors: int, numbers: int) -> None:
-    """Refuse sizes that no model of so many tensors and numbers has, before anything is made of them."""
-    for letter in "VDNHKF":
-        if config.sizes[letter] > numbers:
-            raise ValueError(f"the config says {letter}={config.sizes[letter]}, but the file holds {numbers} numbers")
-    if config.num_layers > tensors:
-        raise ValueError(f"the config says {config.num_layers} layers, but the file holds {tensors} tensors")
-
-
-def _checked(name: str, tensors: Mapping[str, Array], shape: tuple[int, ...]) -> Array:
-    if name not in tensors:
-        raise ValueError(f"tensor {name!r} of shape {shape} is missing; the file has {_some(tensors)}")
-    tensor = tensors[name]
-    if tensor.shape != shape:
-        raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but the config makes it {shape}")
-    if tensor.dtype not in _FLOATS:
-        raise ValueError(f"tensor {name!r} has type {tensor.dtype}; weights must be float64, 32, 16 or bfloat16")
-    if not np.isfinite(tensor).all():
-        raise ValueError(f"tensor {name!r} holds NaN or infinity; the file is damaged")
-    return tensor
-
-
-def _check_left(names: Names, config: Config, tensors: Mapping[str, Array], left: set[str], prefix: str) -> None:
-    """Refuse tensors that no rule took; buffers go, and so does a head that repeats the embedding it is tied to."""
-    files = {path: rule.file for rule in names.rules for path in rule.paths}
-    left = {name for name in left if not re.fullmatch(names.buffers, name.removeprefix(prefix))}
-    if config.tie_embeddings and files.get(_HEAD) in left:
-        left.remove(files[_HEAD])
-        head = tensors[files[_HEAD]]
-        embedding = tensors[prefix + files["embed/token/embedding"].removeprefix(names.prefix)]
-        if head.shape != embedding.shape or head.dtype != embedding.dtype or (head != embedding).any():
-            raise ValueError(
-                f"the config ties {files[_HEAD]!r} to the embedding, but they differ; set tie_word_embeddings to false "
-                "if the head is a matrix of its own"
-            )
-    if left:
-        raise ValueError(f"no model of this config has the tensors {_some(sorted(left))}")
-
-
-def _some(names: Collection[str]) -> str:
-    few = list(names)[:5]
-    return ", ".join(map(repr, few)) + (f" and {len(names) - len(few)} more" if len(names) > len(few) else "")
-
-
-def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        *parents, name = path.split("/")
-        at = tree
-        for parent in parents:
-            at = at.setdefault(parent, {})
-        at[name] = leaf
-    return tree
