@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from jaxformer import attention, heads, losses, optim, sampling, sharding, trees
 from jaxformer.cache import init_cache
 from jaxformer.config import Config
+from jaxformer.encoder_decoder import EncoderDecoder
 from jaxformer.generate import Generation, generate, stream
 from jaxformer.masks import Mask
-from jaxformer.models import Decoder, Encoder, EncoderDecoder, build
+from jaxformer.models import Decoder, Encoder, build
 from jaxformer.presets import PRESETS
 from jaxformer.rotary import Rotary
 

@@ -91,7 +91,7 @@ def test_sizes_without_a_default_cannot_be_none(name):
 
 
 @as_a_user
-@pytest.mark.parametrize("name", config._FLAGS)
+@pytest.mark.parametrize("name", config_checks._FLAGS)
 @pytest.mark.parametrize("value", [0, 1, None, "true"])
 def test_flags_are_booleans(name, value):
     with pytest.raises(ValueError, match=rf"^{name}={value!r} must be true or false$"):
@@ -99,7 +99,7 @@ def test_flags_are_booleans(name, value):
 
 
 @as_a_user
-@pytest.mark.parametrize("name", config._OPTIONAL_FLAGS)
+@pytest.mark.parametrize("name", config_checks._OPTIONAL_FLAGS)
 def test_optional_flags_may_be_none(name):
     assert getattr(draw.tiny(**{name: None}), name) is None
     with pytest.raises(ValueError, match=rf"^{name}=1 must be true or false$"):
@@ -107,7 +107,7 @@ def test_optional_flags_may_be_none(name):
 
 
 @as_a_user
-@pytest.mark.parametrize("name", ["norm_eps", *config._OPTIONAL_NUMBERS])
+@pytest.mark.parametrize("name", ["norm_eps", *config_checks._OPTIONAL_NUMBERS])
 @pytest.mark.parametrize("value", [0.0, -1e-5, math.inf, math.nan, "1", True])
 def test_factors_are_positive_and_finite(name, value):
     with pytest.raises(ValueError, match=rf"^{name}={value!r} must be a positive finite number$"):
