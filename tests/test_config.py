@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 import jaxformer as jf
-from jaxformer import biases, blocks, config, layers, models, positions, rotary
+from jaxformer import biases, blocks, config, config_checks, layers, models, positions, rotary
 
 NEEDED = ("vocab_size", "max_len", "d_model", "num_layers", "num_heads")
 SIZES = (*NEEDED, "num_kv_heads", "d_head", "d_ff")
