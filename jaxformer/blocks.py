@@ -1,4 +1,4 @@
-"""Attention with its projections, the block around it, and the stack of blocks.
+"""The block of attention and feed-forward layer, and the stack of blocks.
 
     pre:       x + f(norm(x))                                            (Radford et al. 2019; Xiong et al. 2020)
     post:      norm(x + f(x))                                            (Vaswani et al. 2017)
@@ -19,15 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxformer.attention import Dropout, attention, cached_attention, check_cached
 from jaxformer.biases import BIAS
-from jaxformer.cache import KV, Cache, LayerView, append_positions, store, store_source
+from jaxformer.cache import KV, Cache, append_positions, store, store_source
 from jaxformer.config import Config
-from jaxformer.layers import MLP, Projection, make_norm
+from jaxformer.layers import MLP, make_norm
 from jaxformer.masks import FAR, Mask
+from jaxformer.multi_head import Attention
 from jaxformer.positions import ROTATE, Frequencies, frequencies
 from jaxformer.sharding import constrain
-from jaxformer.taps import COLLECTIONS, tap, tapped
+from jaxformer.taps import COLLECTIONS, tap
 from jaxformer.trees import Leaf
 
 Sublayers = Mapping[str, Callable[[Array], Array]]
@@ -98,85 +98,6 @@ def stacked(layers: list[Layer]) -> Layer:
     if any(windows):
         window = np.array([FAR if window is None else window for window in windows], np.int32)
     return Layer(np.array(index, np.int32), window, jax.tree.map(lambda *leaves: np.stack(leaves), *turns))
-
-
-class Attention(nn.Module):
-    """Multi-head attention in two calls, so that caching stays outside of it; taps q, k, v, pattern, z."""
-
-    config: Config
-
-    def setup(self) -> None:
-        config = self.config
-        project = partial(Projection, config, bias=config.bias if config.qkv_bias is None else config.qkv_bias)
-        self.q_proj = project("BTD,DNH->BTNH")
-        self.k_proj = project("BTD,DKH->BTKH")
-        self.v_proj = project("BTD,DKH->BTKH")
-        self.o_proj = Projection(config, "BTNH,NHD->BTD", bias=config.bias, gain=1 / (2 * config.num_layers))
-        if config.qk_norm:
-            self.q_norm, self.k_norm = (make_norm(config) for _ in "qk")
-
-    def keys_values(
-        self, x: Float[Array, "B S D"], positions: Int[Array, "#B S"], turns: Frequencies | None = None
-    ) -> KV:
-        """Projects tokens to keys (turned by their positions) and values, both [B S K H].
-
-        Args:
-          turns: rotary frequencies; None: those of the config's first layer.
-        """
-        k = self.k_proj(x)
-        if self.config.qk_norm:
-            k = self.k_norm(k)
-        return KV(tap(self, "k", self._rotate(k, positions, turns)), tap(self, "v", self.v_proj(x)))
-
-    def __call__(
-        self,
-        x: Float[Array, "B T D"],
-        kv: KV | LayerView,
-        mask: Mask,
-        bias: Float[Array, "#B N T S"] | Callable[..., Array] | None = None,
-        *,
-        positions: Int[Array, "#B T"] | None = None,
-        turns: Frequencies | None = None,
-    ) -> Float[Array, "B T D"]:
-        """Attends from x to keys and values, fresh ones or those of a cache.
-
-        Args:
-          bias: added to the scores, an array or a function of positions (see `attention.attention`).
-          positions: by which queries are turned; None: the mask's query positions.
-          turns: rotary frequencies; None: those of the config's first layer.
-
-        Raises:
-          ValueError: dropout, or an edit of the pattern, over a cache.
-        """
-        config = self.config
-        q = self.q_proj(x)
-        if config.qk_norm:
-            q = self.q_norm(q)
-        q = tap(self, "q", self._rotate(q, mask.q_positions if positions is None else positions, turns))
-        options: dict[str, Any] = {"scale": config.scale, "softcap": config.softcap}
-        dropout = None
-        if config.attention_dropout and self.has_rng("dropout"):
-            dropout = Dropout(self.make_rng("dropout"), config.attention_dropout)
-        if isinstance(kv, LayerView):
-            check_cached(config.attention)
-            if dropout is not None or self.has_variable("edits", "pattern"):
-                raise ValueError(
-                    "attention over a cache has no pattern to edit or to drop; run the whole text without a cache"
-                )
-            z = cached_attention(q, kv, mask, bias, **options)
-        else:
-            pattern_fn = partial(tap, self, "pattern") if tapped(self, "pattern") else None
-            options |= {"pattern_fn": pattern_fn, "dropout": dropout, "implementation": config.attention}
-            z = attention(q, kv.k, kv.v, mask, bias, **options)
-        return self.o_proj(tap(self, "z", z))
-
-    def _rotate(self, x: Array, positions: Array, turns: Frequencies | None) -> Array:
-        config = self.config
-        if config.positions not in ROTATE:
-            return x
-        if turns is None:
-            turns = frequencies(config.rotaries[0], config.sizes["H"])
-        return ROTATE[config.positions](x, positions, turns)
 
 
 class Source(NamedTuple):
@@ -264,10 +185,16 @@ class Stack(nn.Module):
 
         Args:
           mask: None: the stack's own, causal or full, in which `ordered` says that positions count up one by one
-            within each document. Windows of the config narrow either.
+            within each document. Windows of the config narrow either. Biases of distance read the mask's positions,
+            rotary and added ones `positions`.
           source: what cross-attention is to; None: there is none.
         """
         config, layers = self.config, make_layers(self.config)
+        if mask is not None and segments is not None and mask.q_segments is None:
+            raise ValueError(
+                "the mask has no segments, so that packed documents would see each other; make it with q_segments and "
+                "kv_segments, or leave it out"
+            )
         if cache is not None:
             cache = append_positions(cache, jnp.broadcast_to(positions, x.shape[:2]))
         if mask is None:

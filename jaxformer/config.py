@@ -101,8 +101,8 @@ class Config:
     relative_reach: int = 128
     """Distance from which on all share the last bucket of relative positions."""
     window: int | tuple[int | None, ...] | None = None
-    """Number of tokens that a query sees back, itself included; of every layer or as a pattern that repeats over the
-    layers (None: all tokens)."""
+    """Number of tokens that a query sees back, itself included, and in an encoder as many ahead; of every layer or as a
+    pattern that repeats over the layers (None: all tokens)."""
     qk_norm: bool = False
     """Normalise each head of q and of k, before they are turned."""
     softcap: float | None = None

@@ -24,10 +24,10 @@ _RATES = ("dropout", "attention_dropout")
 def check_positions(config: Config) -> None:
     """Refuses positions that the widths of the model do not allow."""
     width = config.sizes["H"]
-    turned = {width if rotary.width is None else rotary.width for rotary in config.rotaries}
+    turned = {width if rotary.width is None else rotary.width for rotary in _entries(config.rotary)}
     if config.positions == "rotary":
         if any(number % 2 for number in turned):
-            what = "rotary.width" if config.rotaries[0].width else "d_head"
+            what = "rotary.width" if _entries(config.rotary)[0].width else "d_head"
             raise ValueError(f"rotary positions turn pairs of lanes, but {what}={max(turned)} is odd; make it even")
         if len(turned) > 1 or max(turned) > width:
             raise ValueError(
@@ -78,7 +78,12 @@ def check_types(config: Config) -> None:
     for name in ("window", "rotary"):
         if getattr(config, name) == ():
             raise ValueError(f"{name}=() is no pattern; give one entry for each layer that it repeats over")
-    for window in config.windows:
+    for window in _entries(config.window):
         check_size("window", window, optional=True)
-    if not all(isinstance(rotary, Rotary) for rotary in config.rotaries):
+    if not all(isinstance(rotary, Rotary) for rotary in _entries(config.rotary)):
         raise ValueError(f"rotary={config.rotary!r} must be a Rotary, or a tuple of them")
+
+
+def _entries(pattern: Any) -> tuple[Any, ...]:
+    """Returns all entries of a pattern over layers, also those beyond the number of layers."""
+    return pattern if isinstance(pattern, tuple) else (pattern,)

@@ -33,8 +33,9 @@ class Mask:
       q_segments: document number of each query token, for packed rows; None: every row is one document.
       kv_segments: document number of each key; given together with q_segments.
       causal: keys after the query are hidden.
-      window: keys further than this are hidden; the token itself counts, so 1 sees only itself. Without `causal` the
-        window reaches to both sides. An int, or an int32 scalar that may be traced (layers of one scan).
+      window: keys further than this are hidden; the token itself counts, so 1 sees only itself. Without `causal`, and
+        within a prefix, the window reaches to both sides. An int, or an int32 scalar that may be traced (layers of one
+        scan).
       ordered: the caller promises that positions count up one by one within each document, in q and kv alike, so that
         differences of indices are differences of positions; for kernels that know only indices.
       prefix: number of first positions that every query of the row (or each query, [B T]) sees although they come
@@ -155,7 +156,7 @@ class Mask:
         if self.window is not None:
             reach = (min if isinstance(self.window, int) else jnp.minimum)(self.window, FAR) - 1
             low = jnp.maximum(low, q - reach)
-            high = high if self.is_causal else q + reach
+            high = jnp.minimum(high, q + reach)
         low, high = jnp.broadcast_arrays(low, high)
         return low, high
 

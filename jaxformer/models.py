@@ -108,14 +108,16 @@ class Decoder(nn.Module):
             on from the cache's length.
           segments: document number of each token of packed rows, 0 for padding. Documents do not see each other;
             without `positions`, each run of one number is a document.
-          mask: replaces the causal mask.
+          mask: replaces the causal mask; of packed rows it has the segments too. ALiBi and relative positions are
+            the mask's, all others are `positions`.
           cache: the tokens so far; the new ones see them and are added.
 
         Returns:
           logits, or with a cache (logits, cache).
 
         Raises:
-          ValueError: ids that are not token ids, positions beyond a learned table, segments together with a cache.
+          ValueError: ids that are not token ids, positions beyond a learned table, segments together with a cache, or
+            with a mask that has none.
         """
         x, new_cache = self.hidden(ids, positions, segments, mask, cache)
         logits = self.unembed(x)

@@ -14,7 +14,7 @@ class Rotary:
     """How rotary positions turn queries and keys, and how they are stretched to a longer context.
 
     Raises:
-      ValueError: a value out of range, or a scaling that lacks `original_len`.
+      ValueError: a value out of range, a scaling that lacks `original_len`, or a factor without a scaling.
     """
 
     base: float = 10000.0
@@ -42,6 +42,8 @@ class Rotary:
             check_size(f"rotary.{name}", getattr(self, name), optional=True)
         if self.factor < 1:
             raise ValueError(f"rotary.factor={self.factor} would shorten the context; it must be at least 1")
+        if self.factor != 1 and self.scaling == "none":
+            raise ValueError(f"rotary.factor={self.factor} stretches nothing with scaling='none'; name the scaling")
         if self.scaling in ("by_parts", "yarn") and self.original_len is None:
             raise ValueError(f"scaling={self.scaling!r} needs original_len, the context length of the training before")
         if self.slow >= self.fast:

@@ -104,20 +104,31 @@ def attention_gradients(
     bias;  dq_t = scale sum_s da_ts k_s,  dk_s = scale sum_t da_ts q_t, with da times 1 - (capped / softcap)^2 where
     scores are capped (Dao et al. 2022, "FlashAttention", appendix B.2). Key/value heads add up those of their group.
     """
-    q, k, v, dz = f64(q), f64(k), f64(v), f64(dz)
-    G = q.shape[2] // k.shape[2]
-    _, p = attention(q, k, v, allowed, bias, scale=scale, softcap=softcap, with_pattern=True)
+    ones = np.ones((*np.shape(q)[:1], np.shape(q)[2], np.shape(q)[1], np.shape(k)[1]))
+    return attention_with_factors(q, k, v, allowed, bias, ones, dz, scale=scale, softcap=softcap)[1:]
+
+
+def attention_with_factors(
+    q: Array, k: Array, v: Array, allowed: Array, bias: Array | None, factors: Array, dz: Array, **how: Any
+) -> tuple[Array, ...]:
+    """z and the gradients of sum(z * dz), dq, dk, dv and dbias, where the pattern is multiplied by factors [B N T S].
+
+    Such factors are dropout's, 0 or 1 / (1 - rate) (Srivastava et al. 2014, section 4). With p' = p * factors,
+    dv_s = sum_t p'_ts dz_t, and the rest is as without them for dp_ts = factors_ts (dz_t . v_s).
+    """
+    q, k, v, dz, factors = f64(q), f64(k), f64(v), f64(dz), f64(factors)
+    G, softcap, scale = q.shape[2] // k.shape[2], how["softcap"], how["scale"]
+    _, p = attention(q, k, v, allowed, bias, with_pattern=True, **how)
     keys, values = np.repeat(k, G, axis=2), np.repeat(v, G, axis=2)
-    dp = np.einsum("BTNH,BSNH->BNTS", dz, values)
+    z = np.einsum("BNTS,BSNH->BTNH", p * factors, values)
+    dp = factors * np.einsum("BTNH,BSNH->BNTS", dz, values)
     da = p * (dp - (p * dp).sum(axis=-1, keepdims=True))
     dscores = da
     if softcap is not None:
         dscores = da * (1 - np.tanh(scale * np.einsum("BTNH,BSNH->BNTS", q, keys) / softcap) ** 2)
-    dq = scale * np.einsum("BNTS,BSNH->BTNH", dscores, keys)
-    dk = scale * np.einsum("BNTS,BTNH->BSNH", dscores, q)
-    dv = np.einsum("BNTS,BTNH->BSNH", p, dz)
+    dk, dv = scale * np.einsum("BNTS,BTNH->BSNH", dscores, q), np.einsum("BNTS,BTNH->BSNH", p * factors, dz)
     dk, dv = (x.reshape(*k.shape[:3], G, k.shape[3]).sum(axis=3) for x in (dk, dv))
-    return dq, dk, dv, da
+    return z, scale * np.einsum("BNTS,BSNH->BTNH", dscores, keys), dk, dv, da
 
 
 def allowed(
@@ -133,7 +144,8 @@ def allowed(
 
     Causal: Vaswani et al. 2017, section 3.2.3. Window: a causal query sees itself and the window - 1 positions before
     it (Jiang et al. 2023, "Mistral 7B", section 2); without causal, as many on either side. Prefix, [B] or [B T]: the
-    first so many positions are seen by every token, whichever comes first (Raffel et al. 2020, figure 4, right).
+    first so many positions are seen by every token, whichever comes first (Raffel et al. 2020, figure 4, right), and a
+    window bounds both sides of it.
     """
     q, kv = np.asarray(q_positions)[:, None, :, None], np.asarray(kv_positions)[:, None, None, :]
     ok = (kv >= 0) & np.ones_like(q, dtype=bool)
@@ -143,7 +155,7 @@ def allowed(
         first = np.asarray(prefix).reshape(len(prefix), 1, -1, 1)
         ok = ok & ((kv <= q) | ((kv < first) & (q >= 0)))
     if window is not None:
-        ok &= (q - kv < window) if causal else (abs(q - kv) < window)
+        ok &= abs(q - kv) < window
     if q_segments is not None:
         ok = ok & (np.asarray(q_segments)[:, None, :, None] == np.asarray(kv_segments)[:, None, None, :])
     return ok

@@ -277,8 +277,16 @@ def test_an_unknown_implementation_is_refused():
         ([(2, 3, 4, 4), (2, 5, 2, 6), (2, 5, 2, 6)], (3, 5), "must agree in batch, keys, kv heads and width"),
         ([(2, 3, 4, 4), (2, 5, 2, 4), (2, 4, 2, 4)], (3, 5), "must agree in batch, keys, kv heads and width"),
         ([(2, 3, 4, 4), (2, 5, 2, 4), (2, 5, 4, 4)], (3, 5), "must agree in batch, keys, kv heads and width"),
-        ([(2, 3, 4, 4), (2, 5, 2, 4), (2, 5, 2, 4)], (5, 5), r"the mask is of positions \(1, 5\) x \(1, 5\), but q"),
-        ([(2, 3, 4, 4), (2, 5, 2, 4), (2, 5, 2, 4)], (3, 1), r"the mask is of positions \(1, 3\) x \(1, 1\), but q"),
+        (
+            [(2, 3, 4, 4), (2, 5, 2, 4), (2, 5, 2, 4)],
+            (5, 5),
+            r"the mask is of positions \(1, 5\) x \(1, 5\), but there are 2 rows of 3 queries and 5",
+        ),
+        (
+            [(2, 3, 4, 4), (2, 5, 2, 4), (2, 5, 2, 4)],
+            (3, 1),
+            r"the mask is of positions \(1, 3\) x \(1, 1\), but there",
+        ),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(shapes, mask, message, unchecked):
@@ -302,3 +310,58 @@ def test_a_bias_of_another_shape_is_refused(shape, unchecked):
     q = jnp.ones((2, 4, 2, 4))
     with pytest.raises(ValueError, match="bias"):
         attention(q, q, q, jf.Mask.causal(4), jnp.zeros(shape), scale=1.0)
+
+
+def bias_of(function, *arrays):
+    return jax.tree_util.Partial(function, *arrays)
+
+
+def test_queries_keys_and_values_are_of_one_floating_type():
+    q = jnp.ones((1, 4, 2, 4))
+    for others in ({"k": "bfloat16"}, {"v": "float16"}, {"q": "int32", "k": "int32", "v": "int32"}):
+        arrays = [q.astype(others.get(name, "float32")) for name in "qkv"]
+        with pytest.raises(ValueError, match="cast them to one floating type"):
+            attention(*arrays, jf.Mask.causal(4), scale=1.0)
+
+
+@pytest.mark.parametrize("softcap", [0, 0.0, -1.0, float("nan"), float("inf")])
+def test_a_softcap_is_positive(softcap):
+    q = jnp.ones((1, 4, 2, 4))
+    with pytest.raises(ValueError, match=r"softcap=.* must be a positive finite number"):
+        attention(q, q, q, jf.Mask.causal(4), scale=1.0, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("bias", "message"),
+    [
+        (jnp.zeros((1, 2, 4, 4), "int32"), "bias is int32; it is added to the scores and must be floating"),
+        (np.ones((1, 2, 4, 4), bool), "bias is bool; it is added to the scores"),
+        (lambda q, kv: jnp.zeros((1, 2, 4, 4)), r"is a plain function, .* jax.tree_util.Partial\(function, \*arrays\)"),
+        (
+            bias_of(lambda x, q, kv: jnp.zeros((1, 2, 4, 4)), jnp.arange(3)),
+            "Partial has a leaf of type int32; gradients",
+        ),
+        (bias_of(lambda q, kv: jnp.zeros((1, 1, 4, 4))), r"bias has shape \(1, 1, 4, 4\)"),
+        (bias_of(lambda q, kv: jnp.zeros((1, 2, 4, 4), "int32")), "bias is int32"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["einsum", "chunked"])
+def test_a_bias_without_gradients_is_refused(bias, message, implementation):
+    q = jnp.ones((2, 4, 2, 4))
+    with pytest.raises(ValueError, match=message):
+        attention(q, q, q, jf.Mask.causal(4), bias, scale=1.0, implementation=implementation)
+
+
+@pytest.mark.parametrize("implementation", ["einsum", "chunked", "flash"])
+def test_a_bias_of_16_bits_is_added_in_float32(implementation, rng):
+    """And its gradient comes back in its own type."""
+    _, (q, k, v) = inputs(rng, 5, 5, 4, 2)
+    bias = jnp.asarray(rng.normal(size=(2, 4, 5, 5)), jnp.bfloat16)
+
+    def run(bias):
+        return attention(q, k, v, jf.Mask.causal(5), bias, scale=0.5, implementation=implementation)
+
+    draw.close(run(bias), run(bias.astype(jnp.float32)), FLOAT32)
+    gradients = [jax.grad(lambda bias: (run(bias) ** 2).sum())(bias.astype(kind)) for kind in ("bfloat16", "float32")]
+    assert [gradient.dtype for gradient in gradients] == ["bfloat16", "float32"]
+    draw.close(gradients[0].astype(jnp.float32), gradients[1], 2**-8 * float(abs(gradients[1]).max()))

@@ -92,3 +92,9 @@ def test_a_model_drops_its_patterns_only_with_a_key_and_anew_in_each_layer():
     np.testing.assert_array_equal(draw.logits(model, params, ids, rngs={"dropout": key}), dropped)
     with pytest.raises(ValueError, match="no pattern to edit or to drop; run the whole text without a cache"):
         draw.logits(model, params, ids, cache=jf.init_cache(model.config, 2, 8), rngs={"dropout": key})
+
+
+@pytest.mark.parametrize("rate", [1.0, 1.5, -0.1, float("nan")])
+def test_a_rate_that_drops_everything_or_less_than_nothing_is_refused(rate):
+    with pytest.raises(ValueError, match=r"dropout's rate=.* must be a number from 0 up to, but without, 1"):
+        Dropout(jax.random.key(0), rate)

@@ -13,7 +13,8 @@ from flax import nnx
 from tolerances import FLOAT32
 
 import jaxformer as jf
-from jaxformer.blocks import RESIDUAL, Attention, Block, Layer, Stack
+from jaxformer.blocks import RESIDUAL, Block, Layer, Stack
+from jaxformer.multi_head import Attention
 
 
 @pytest.mark.parametrize("positions", ["none", "rotary"])
@@ -32,7 +33,34 @@ def test_cross_attention_is_the_oracles(fields, positions, rng):
 
 
 def call(module, x, y, mask):
-    return module(x, module.keys_values(y, mask.kv_positions), mask)
+    return module.attend(x, mask, source=y)
+
+
+@pytest.mark.parametrize("positions", ["none", "rotary"])
+def test_attending_is_its_two_calls(positions, rng):
+    x, at = jnp.asarray(rng.normal(size=(2, 4, 16)), jnp.float32), jnp.array([[0, 1, 2, 3], [-1, 0, 1, 2]])
+    module, mask = Attention(draw.tiny(positions=positions)), jf.Mask(at, at, causal=True)
+    params = draw.variables(module, x, mask, method="attend")
+
+    def two_calls(module, x, turned):
+        return module(x, module.keys_values(x, turned), mask, positions=turned)
+
+    def one_call(module, x, turned):
+        return module.attend(x, mask, positions=turned)
+
+    for turned in (at, at + 3):
+        found = [module.apply(params, x, turned, method=method) for method in (one_call, two_calls)]
+        np.testing.assert_array_equal(*found)
+
+
+def test_packed_documents_need_a_mask_that_keeps_them_apart():
+    model, params = draw.model()
+    ids, segments, at = draw.ids(1, 4), jnp.array([[1, 1, 2, 2]]), jnp.arange(4)[None]
+    with pytest.raises(ValueError, match="the mask has no segments, so that packed documents would see each other"):
+        model.apply({"params": params}, ids, segments=segments, mask=jf.Mask(at, at, causal=True))
+    mask = jf.Mask(at, at, segments, segments, causal=True)
+    logits = model.apply({"params": params}, ids, segments=segments, mask=mask)
+    draw.close(logits, model.apply({"params": params}, ids, segments=segments), FLOAT32)
 
 
 def test_where_the_norms_stand():
@@ -147,3 +175,13 @@ def test_a_block_works_inside_of_nnx(rng):
     draw.close(bridged(x), One().apply({"params": {"Block_0": params}}, x), FLOAT32)
     gradient = nnx.grad(lambda module: module(x).sum())(bridged)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+
+
+def test_attention_alone_works_inside_of_nnx(rng):
+    x, mask = jnp.asarray(rng.normal(size=(2, 4, 16)), jnp.float32), jf.Mask.causal(4)
+    module = nnx.bridge.ToNNX(Attention(draw.tiny()), rngs=nnx.Rngs(0))
+    module = nnx.bridge.lazy_init(module, x, mask, method="attend")
+    params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    expected = Attention(draw.tiny()).apply({"params": params}, x, mask, method="attend")
+    draw.close(module(x, mask, method="attend"), expected, FLOAT32)
+    assert abs(nnx.grad(lambda module: module(x, mask, method="attend").sum())(module)["q_proj"]["kernel"]).max() > 0

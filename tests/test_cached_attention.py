@@ -139,7 +139,8 @@ def test_a_bias_of_positions_is_the_same_as_its_array(rng):
     def bias(q, kv):
         return -jnp.asarray([0.5, 0.25])[:, None, None] * (q[:, None, :, None] - kv[:, None, None])
 
-    ours, theirs = (cached_attention(q, view, mask, b, scale=0.5) for b in (bias, bias(at, slots)))
+    biases = jax.tree_util.Partial(bias), bias(at, slots)
+    ours, theirs = (cached_attention(q, view, mask, b, scale=0.5) for b in biases)
     np.testing.assert_array_equal(ours, theirs)
     assert np.abs(ours - cached_attention(q, view, mask, scale=0.5)).max() > 0.01
 
@@ -148,5 +149,15 @@ def test_a_mask_of_the_tokens_is_refused_over_a_cache():
     """It would be cut at the slots' places, and show a query keys that are not there."""
     model, params = draw.model()
     cache = jf.init_cache(model.config, 1, 16)
-    with pytest.raises(ValueError, match="the mask is of 8 keys, but the cache has 16 slots; with a cache, make it of"):
+    with pytest.raises(ValueError, match=r"x \(1, 8\), but .* 16 keys; over a cache, make it of the positions of all"):
         model.apply({"params": params}, draw.ids(1, 8), mask=jf.Mask.causal(8), cache=cache)
+
+
+@pytest.mark.parametrize(("bias", "queries"), [((1, 4, 8, 8), 8), ((3, 4, 8, 16), 8), (None, 7)])
+def test_terms_of_other_queries_or_slots_are_refused_over_a_cache(bias, queries):
+    q, kv = jnp.ones((1, 8, 4, 4)), KV(*(jnp.ones((1, 1, 2, 16, 4)) for _ in range(2)))
+    mask = jf.Mask(jnp.arange(queries)[None], jnp.arange(16)[None], causal=True)
+    with pytest.raises(ValueError, match="the mask is of positions" if bias is None else "bias has shape"):
+        cached_attention(
+            q, LayerView(kv, 0, jnp.asarray(8)), mask, None if bias is None else jnp.zeros(bias), scale=0.5
+        )

@@ -152,6 +152,8 @@ def test_dropout_is_a_rate_below_one(name, value):
         ({"num_decoder_layers": 3}, "num_decoder_layers=3 is for architecture='encoder_decoder'"),
         ({"d_embed": 8}, "d_embed=8: a head tied to narrower embeddings needs head='masked_lm'"),
         ({"attention": None}, "attention=None must be the name of an implementation"),
+        ({"num_layers": 1, "window": (4, 0)}, "window=0 must be an integer of at least 1"),
+        ({"num_layers": 1, "rotary": (jf.Rotary(), "far")}, "must be a Rotary, or a tuple of them"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_with_both_numbers_and_the_remedy(fields, message):
@@ -165,6 +167,7 @@ def test_sizes_that_do_not_fit_are_refused_with_both_numbers_and_the_remedy(fiel
     [
         ({"base": 0.0}, "rotary.base=0.0 must be a positive finite number"),
         ({"factor": math.inf}, "rotary.factor=inf must be a positive finite number"),
+        ({"factor": 2.0}, "rotary.factor=2.0 stretches nothing with scaling='none'; name the scaling"),
         ({"factor": 0.5}, "rotary.factor=0.5 would shorten the context; it must be at least 1"),
         ({"width": 0}, "rotary.width=0 must be an integer of at least 1"),
         ({"scaling": "dynamic"}, r"scaling='dynamic' is unknown; choose one of \['none', 'linear'"),

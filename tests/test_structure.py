@@ -14,7 +14,7 @@ import jaxformer as jf
 
 ROOT = Path(__file__).parent.parent
 ATTENTION = (
-    *("bias", "dropout", "indices", "einsum", "online", "grid", "chunked", "flash_kernels", "flash"),
+    *("arguments", "bias", "dropout", "indices", "einsum", "online", "grid", "chunked", "flash_kernels", "flash"),
     *("splash", "cudnn", "cached", "sparse", "features", "linear"),
 )
 FAMILIES = (
@@ -25,7 +25,7 @@ LEVELS = [
     ["checks", "rotary", "config_checks", "config", "presets", "masks", "trees", "cache", "taps", "sharding"],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
     ["losses", "sampling", "optim"],
-    ["layers", "positions", "biases", "embeddings", "heads", "blocks", "encoder_decoder", "models"],
+    ["layers", "positions", "biases", "embeddings", "heads", "multi_head", "blocks", "encoder_decoder", "models"],
     ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
     ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
     ["convert.gguf_config", "convert.from_gguf", "convert.gguf_tokenizer"],
@@ -74,7 +74,7 @@ def test_a_file_imports_only_from_files_before_it(name):
 
 def test_the_walk_finds_imports():
     found = {name: set(imports(tree)) for name, tree in TREES.items()}
-    assert {"layers", "attention", "masks"} <= found["blocks"]
+    assert {"layers", "attention", "masks"} <= found["multi_head"]
     assert "attention.einsum" in found["attention"]
     assert found["checks"] == set()
     assert list(imports(ast.parse("def f():\n  import jaxformer.train\n  from jaxformer import jit"))) == [

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
+from jaxformer.attention.arguments import Bias, check_arrays, check_terms
 from jaxformer.attention.bias import PositionBias
 from jaxformer.attention.cached import cached_attention
 from jaxformer.attention.chunked import chunked_attention
@@ -23,6 +22,7 @@ from jaxformer.masks import Mask
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "Bias",
     "Dropout",
     "PositionBias",
     "attention",
@@ -95,7 +95,7 @@ def attention(
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K H"],
     mask: Mask,
-    bias: Float[Array | np.ndarray, "#B N T S"] | Callable[..., Array] | None = None,
+    bias: Bias = None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -110,45 +110,27 @@ def attention(
 
     Args:
       mask: who may attend to whom; its batch axis may be 1.
-      bias: float32, added to the scores after scaling and capping; or a function (pytree) of q_positions [b t] and
-        kv_positions [b s] that makes it, [b N t s]: chunked calls it block by block and never holds the whole.
+      bias: added to the scores after scaling and capping, in float32; or a pytree of float arrays that is a function of
+        q_positions [b t] and kv_positions [b s] and makes it, [b N t s]: chunked calls it block by block and never
+        holds the whole.
       scale: factor on q . k; H ** -0.5 as a rule.
-      softcap: bounds the scores to (-softcap, softcap) before the bias and the mask; None: no bound.
+      softcap: positive, bounds the scores to (-softcap, softcap) before the bias and the mask; None: no bound.
       pattern_fn: reads or replaces the pattern [B N T S]; only einsum has one.
       dropout: drops weights of the pattern, by their place in it: every implementation that can drops the same.
       implementation: key of `IMPLEMENTATIONS`, or "auto" (see `choose`). Forward-mode and second derivatives need
         einsum.
 
     Raises:
-      ValueError: shapes that do not fit together.
+      ValueError: shapes or types that do not fit together, a bias without gradients, a softcap that is not positive,
+        or whatever the implementation cannot honour (the message names one that can).
       KeyError: an unknown implementation.
 
     References:
       Vaswani et al. 2017, "Attention Is All You Need", section 3.2.1; Ainslie et al. 2023, "GQA", section 2.2.
     """
-    _check_shapes(q, k, v, mask, bias)
-    if bias is not None and not callable(bias):
-        bias = jnp.asarray(bias)
+    check_arrays(q, k, v)
+    bias = check_terms(q, k.shape[1], mask, bias, softcap)
     name = choose(implementation, q.shape[1] * k.shape[1], pattern_fn is not None)
     return IMPLEMENTATIONS[name](
         q, k, v, mask, bias, scale=scale, softcap=softcap, pattern_fn=pattern_fn, dropout=dropout
     )
-
-
-def _check_shapes(q: Array, k: Array, v: Array, mask: Mask, bias: Any) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {x.shape}; it must be [batch, tokens, heads, width]")
-    (B, T, N, H), (Bk, S, K, Hk) = q.shape, k.shape
-    if (Bk, Hk) != (B, H) or v.shape != k.shape:
-        raise ValueError(f"q {q.shape}, k {k.shape} and v {v.shape} must agree in batch, keys, kv heads and width")
-    if N % K:
-        raise ValueError(f"{N} query heads are not a multiple of {K} key/value heads; each must serve the same number")
-    rows = {leaf.shape[0] for leaf in jax.tree.leaves(mask) if leaf.ndim} - {1, B}
-    if rows or (mask.q_positions.shape[1], mask.kv_positions.shape[1]) != (T, S):
-        raise ValueError(
-            f"the mask is of positions {mask.q_positions.shape} x {mask.kv_positions.shape}, but q is [{B} {T}] "
-            f"and k is [{B} {S}]"
-        )
-    if bias is not None and not callable(bias) and bias.shape not in ((1, N, T, S), (B, N, T, S)):
-        raise ValueError(f"bias has shape {bias.shape}; it must be [1 or batch, query heads, T, S] = {(B, N, T, S)}")

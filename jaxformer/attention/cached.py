@@ -4,13 +4,12 @@ A token's cost grows with the text so far and not with the capacity of the cache
 read where they lie: no layer is copied out.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
+from jaxformer.attention.arguments import Bias, check_terms
 from jaxformer.attention.einsum import softcapped
 from jaxformer.attention.online import Online, empty, finish, update
 from jaxformer.cache import LayerView
@@ -24,7 +23,7 @@ def cached_attention(
     q: Float[Array, "B T N H"],
     view: LayerView,
     mask: Mask,
-    bias: Float[Array, "#B N T S"] | Callable[..., Array] | None = None,
+    bias: Bias = None,
     *,
     scale: float,
     softcap: float | None = None,
@@ -38,15 +37,11 @@ def cached_attention(
       z [B T N H]; a row without any allowed slot is 0. Not differentiable: the number of blocks depends on the length.
 
     Raises:
-      ValueError: a mask of the tokens instead of the slots.
+      ValueError: a mask or a bias of the tokens instead of the slots, or of other queries.
     """
     B, H = q.shape[0], q.shape[3]
     K, S = view.kv.k.shape[2:4]
-    if mask.kv_positions.shape[1] != S:
-        raise ValueError(
-            f"the mask is of {mask.kv_positions.shape[1]} keys, but the cache has {S} slots; with a cache, make it of "
-            "the cache's positions"
-        )
+    bias = check_terms(q, S, mask, bias, softcap)
     C = min(BLOCK, S)
     query = rearrange(q, "B T (K G) H -> B K G T H", K=K)
 

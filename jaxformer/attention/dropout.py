@@ -14,16 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt32
 
+from jaxformer.checks import check_rate
 from jaxformer.trees import Leaf
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["key"], meta_fields=["rate"])
 @dataclasses.dataclass(frozen=True)
 class Dropout:
-    """A rate in [0, 1) and the random key [] that decides which weights are dropped."""
+    """A rate in [0, 1) and the random key [] that decides which weights are dropped.
+
+    Raises:
+      ValueError: a rate out of range.
+    """
 
     key: Leaf
     rate: float
+
+    def __post_init__(self) -> None:
+        check_rate("dropout's rate", self.rate)
 
     def seeds(self) -> UInt32[Array, "2"]:
         """Returns the two random words from which `keep_weights` decides."""
