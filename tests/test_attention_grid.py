@@ -34,7 +34,9 @@ def whole(mask):
     if mask.q_segments is not None:
         numbers = (mask.q_segments, mask.kv_segments + 0)  # two arrays, as those of ones are
     window = jnp.asarray(FAR if mask.window is None else mask.window)
-    prefix = jnp.zeros((grid.B, 1), jnp.int32) if mask.is_causal and mask.prefix is None else mask.prefix
+    prefix = mask.prefix
+    if mask.is_causal and prefix is None:
+        prefix = jnp.zeros((mask.q_positions.shape[0], 1), jnp.int32)
     made = jf.Mask(mask.q_positions, mask.kv_positions, *numbers, mask.is_causal, window, prefix=prefix)
     np.testing.assert_array_equal(made.dense(), mask.dense())
     return made
