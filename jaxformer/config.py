@@ -92,9 +92,9 @@ class Config:
     norm_eps: float = 1e-5
     """Added to the variance, or to the mean square."""
     positions: Positions = "rotary"
-    """How tokens know their place: none; a learned table or sinusoids (a sine and its cosine by turns, or all sines in the
-    first half) added to the embeddings; turned q and k; or a bias on the scores, by distance (alibi) or from a learned
-    table of distances (relative)."""
+    """How tokens know their place: none; a learned table or sinusoids (a sine and its cosine by turns, or all sines in
+    the first half) added to the embeddings; turned q and k; or a bias on the scores, by distance (alibi) or from a
+    learned table of distances (relative)."""
     rotary: Rotary | tuple[Rotary, ...] = Rotary()
     """Rotary positions, of every layer or as a pattern that repeats over the layers."""
     relative_buckets: int = 32

@@ -83,7 +83,7 @@ def read(source: Mapping[str, Any], fields: Fields) -> Fields:
 
 def writes(**ends: int) -> Callable[[Config], Fields]:
     """Return what writes the keys that no field has, among them ids that the classes of the family presume."""
-    return lambda config: {"decoder_attention_heads": config.num_heads, **ends}
+    return lambda config: {"is_encoder_decoder": True, "decoder_attention_heads": config.num_heads, **ends}
 
 
 FAMILY = Family(

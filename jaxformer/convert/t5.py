@@ -80,6 +80,7 @@ def _write(config: Config) -> Fields:
         "feed_forward_proj": (_TANH if plain == "gelu_new" else _GATED + plain) if config.gated else plain,
         "tie_word_embeddings": config.tie_embeddings,
         "scale_decoder_outputs": config.tie_embeddings,
+        "is_encoder_decoder": True,
         "pad_token_id": 0,
         "decoder_start_token_id": 0,
     }
