@@ -118,6 +118,7 @@ T5 = {
     "num_heads": 4,
     "relative_attention_num_buckets": 8,
     "relative_attention_max_distance": 12,
+    "decoder_start_token_id": 0,
 }
 BART = {
     "vocab_size": V,
@@ -235,7 +236,7 @@ def encoder_decoder(name, folder):
         out = run(padded_ids, target, attention_mask=mask)
         ref |= {f"{side}_ids": padded_ids, f"{side}_mask": mask, f"{side}_logits": out.logits.numpy()[0]}
         ref[f"{side}_memory"] = out.encoder_last_hidden_state.numpy()[0][mask[0] == 1]
-    greedy = np.array([[model.config.decoder_start_token_id or 0]])
+    greedy = np.array([[model.config.decoder_start_token_id]])
     for _ in range(NEW):
         greedy = np.concatenate([greedy, run(ids, greedy).logits[:, -1:].argmax(-1).numpy()], axis=1)
     ref["greedy_ids"] = greedy
