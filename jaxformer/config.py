@@ -19,7 +19,7 @@ Architecture = Literal["encoder", "decoder", "encoder_decoder"]
 Head = Literal["lm", "masked_lm", "pooler", "classifier", "token_classifier", "none"]
 Residual = Literal["pre", "post", "sandwich", "parallel"]
 Norm = Literal["layernorm", "rmsnorm"]
-Positions = Literal["none", "learned", "sinusoidal", "rotary", "alibi", "relative"]
+Positions = Literal["none", "learned", "sinusoidal", "sinusoidal_halves", "rotary", "alibi", "relative"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 DType = Literal["float32", "bfloat16"]
 
@@ -92,8 +92,9 @@ class Config:
     norm_eps: float = 1e-5
     """Added to the variance, or to the mean square."""
     positions: Positions = "rotary"
-    """How tokens know their place: none; a learned table or sinusoids added to the embeddings; turned q and k; or a
-    bias on the scores, by distance (alibi) or from a learned table of distances (relative)."""
+    """How tokens know their place: none; a learned table or sinusoids (a sine and its cosine by turns, or all sines in
+    the first half) added to the embeddings; turned q and k; or a bias on the scores, by distance (alibi) or from a
+    learned table of distances (relative)."""
     rotary: Rotary | tuple[Rotary, ...] = Rotary()
     """Rotary positions, of every layer or as a pattern that repeats over the layers."""
     relative_buckets: int = 32
@@ -179,9 +180,16 @@ class Config:
 
     @property
     def of_decoder(self) -> "Config":
-        """The config whose layers are those of the decoder."""
-        layers, d_ff = self.num_decoder_layers or self.num_layers, self.decoder_d_ff or self.d_ff
-        return dataclasses.replace(self, num_layers=layers, d_ff=d_ff, num_decoder_layers=None, decoder_d_ff=None)
+        """The config whose layers and token ids are those of the decoder."""
+        return dataclasses.replace(
+            self,
+            num_layers=self.num_decoder_layers or self.num_layers,
+            d_ff=self.decoder_d_ff or self.d_ff,
+            vocab_size=self.target_vocab_size or self.vocab_size,
+            num_decoder_layers=None,
+            decoder_d_ff=None,
+            target_vocab_size=None,
+        )
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -43,7 +43,7 @@ def check_positions(config: Config) -> None:
             f"{config.relative_reach} beyond the half of them, which counts distances one by one"
         )
     name, lanes = ("d_model", config.d_model) if config.d_embed is None else ("d_embed", config.d_embed)
-    if config.positions == "sinusoidal" and lanes % 2:
+    if config.positions in ("sinusoidal", "sinusoidal_halves") and lanes % 2:
         raise ValueError(f"sinusoidal positions fill pairs of lanes, but {name}={lanes} is odd; make it even")
 
 

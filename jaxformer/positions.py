@@ -43,6 +43,18 @@ def sinusoidal(positions: Int[Array, "*B"], width: int) -> Float[Array, "*B D"]:
     return jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1).reshape(*positions.shape, width)
 
 
+def sinusoidal_halves(positions: Int[Array, "*B"], width: int) -> Float[Array, "*B D"]:
+    """Returns the lanes of `sinusoidal` in another order, all sines before all cosines.
+
+    The layout of tensor2tensor, and of models that were trained with Marian (Junczys-Dowmunt et al. 2018).
+
+    Raises:
+      ValueError: an odd width.
+    """
+    by_turns = sinusoidal(positions, width)
+    return jnp.concatenate([by_turns[..., 0::2], by_turns[..., 1::2]], axis=-1)
+
+
 class Frequencies(NamedTuple):
     """What turns q and k: [pairs] radians a position, float32, and a factor on the turned lanes."""
 
@@ -131,7 +143,7 @@ def _original_len(rotary: Rotary) -> int:
     return rotary.original_len
 
 
-ADD: dict[str, Callable[[Array, int], Array]] = {"sinusoidal": sinusoidal}
+ADD: dict[str, Callable[[Array, int], Array]] = {"sinusoidal": sinusoidal, "sinusoidal_halves": sinusoidal_halves}
 """Positions -> vectors [B T D] to add to the embeddings; the learned table is a parameter and stands in models.py."""
 
 ROTATE: dict[str, Callable[[Array, Array, Frequencies], Array]] = {"rotary": rotary}

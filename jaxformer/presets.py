@@ -49,6 +49,56 @@ _SMOLLM2_135M = dataclasses.replace(
 )
 
 
+_ORIGINAL = Config(
+    architecture="encoder_decoder",
+    vocab_size=37000,
+    max_len=1024,
+    d_model=512,
+    num_layers=6,
+    num_heads=8,
+    residual="post",
+    norm="layernorm",
+    positions="sinusoidal",
+    activation="relu",
+    embed_scale=True,
+    dropout=0.1,
+)
+_T5 = Config(
+    architecture="encoder_decoder",
+    vocab_size=32128,
+    max_len=512,
+    d_model=768,
+    num_layers=12,
+    num_heads=12,
+    residual="pre",
+    norm="rmsnorm",
+    norm_eps=1e-6,
+    positions="relative",
+    activation="relu",
+    bias=False,
+    attention_scale=1.0,
+    logit_scale=768**-0.5,
+)
+_T5_V1_1 = dataclasses.replace(
+    _T5, d_ff=2048, activation="gelu_tanh", gated=True, tie_embeddings=False, logit_scale=None
+)
+_BART = Config(
+    architecture="encoder_decoder",
+    vocab_size=50265,
+    max_len=1024,
+    d_model=768,
+    num_layers=6,
+    num_heads=12,
+    residual="post",
+    norm="layernorm",
+    norm_eps=1e-5,
+    positions="learned",
+    embed_norm=True,
+    activation="gelu",
+    head_bias=True,
+)
+
+
 def _tiny(config: Config, **sizes: Any) -> Config:
     return dataclasses.replace(config, vocab_size=257, max_len=128, d_model=64, num_layers=2, num_heads=4, **sizes)
 
@@ -57,6 +107,10 @@ PRESETS: dict[str, Config] = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
     "smollm2_135m": _SMOLLM2_135M,
+    "original": _ORIGINAL,
+    "t5": _T5,
+    "t5_v1_1": _T5_V1_1,
+    "bart": _BART,
     "gpt2_tiny": _tiny(_GPT2),
     "llama_tiny": _tiny(_LLAMA, num_kv_heads=2, d_ff=192),
 }

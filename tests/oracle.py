@@ -184,6 +184,15 @@ def sinusoidal(positions: Array, D: int) -> Array:
     return out
 
 
+def sinusoidal_halves(positions: Array, D: int) -> Array:
+    """[... D]: lane i < D/2 is sin(pos / 10000^(2i/D)) and lane D/2 + i its cosine, as Marian's published models."""
+    out = np.zeros((*np.shape(positions), D))
+    for i in range(D // 2):
+        angle = f64(positions) / 10000.0 ** (2 * i / D)
+        out[..., i], out[..., D // 2 + i] = np.sin(angle), np.cos(angle)
+    return out
+
+
 def rotary_frequencies(rotary: Params, lanes: int) -> tuple[Array, float]:
     """Radians a position of each lane pair, and the factor on the turned lanes; rotary: the fields of a Rotary.
 
@@ -451,6 +460,8 @@ def embed(p: Params, config: Params, ids: Array, positions: Array, token_types: 
         x = x + f64(p["position"]["embedding"])[np.maximum(positions, 0)]
     if config["positions"] == "sinusoidal":
         x = x + sinusoidal(positions, x.shape[-1])
+    if config["positions"] == "sinusoidal_halves":
+        x = x + sinusoidal_halves(positions, x.shape[-1])
     if "type" in p:
         x = x + f64(p["type"]["embedding"])[np.zeros_like(ids) if token_types is None else np.asarray(token_types)]
     if config["embed_norm"]:

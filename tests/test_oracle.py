@@ -168,6 +168,12 @@ def test_sinusoidal_interleaves_sines_and_cosines():
     close(out[0], expected)
 
 
+def test_sinusoidal_halves_have_the_sines_first():
+    out = oracle.sinusoidal_halves(np.array([[0, 3]]), 4)
+    expected = [[0.0, 0.0, 1.0, 1.0], [math.sin(3.0), math.sin(0.03), math.cos(3.0), math.cos(0.03)]]
+    close(out[0], expected)
+
+
 @pytest.mark.parametrize(
     ("interleaved", "expected"),
     [

@@ -14,7 +14,7 @@ from tolerances import BFLOAT16, FAR, FLOAT32
 
 import jaxformer as jf
 from jaxformer import positions
-from jaxformer.positions import frequencies, sinusoidal
+from jaxformer.positions import ADD, frequencies, sinusoidal
 
 HALF_ULP = 2**-8  # rounding to bfloat16 of a number of at most 1
 
@@ -86,13 +86,14 @@ def test_rotary_keeps_the_length_of_every_pair(rng):
 
 
 @pytest.mark.parametrize("width", [2, 16, 128])
-def test_sinusoids_are_the_oracles(width):
+@pytest.mark.parametrize("scheme", ADD)
+def test_sinusoids_are_the_oracles(scheme, width):
     at = np.array([[0, 1, 2, 63], [-1, -1, 0, 1]])
-    made = sinusoidal(jnp.asarray(at), width)
+    made = ADD[scheme](jnp.asarray(at), width)
     assert made.dtype == "float32"
-    draw.close(made, oracle.sinusoidal(at, width), FLOAT32)
+    draw.close(made, getattr(oracle, scheme)(at, width), FLOAT32)
     far = np.array([[257, 4095]])
-    draw.close(sinusoidal(jnp.asarray(far), width), oracle.sinusoidal(far, width), FAR)
+    draw.close(ADD[scheme](jnp.asarray(far), width), getattr(oracle, scheme)(far, width), FAR)
 
 
 def test_odd_widths_are_refused():

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxformer.config import Config
 from jaxformer.convert import (
+    bart,
     bloom,
     gemma2,
     gemma3,
@@ -12,16 +13,37 @@ from jaxformer.convert import (
     gpt_neox,
     gptj,
     llama,
+    marian,
+    mbart,
     mistral,
     mpt,
     opt,
     phi,
     qwen2,
     qwen3,
+    t5,
 )
 from jaxformer.convert.family import Family
 
-_MODULES = (gpt2, llama, mistral, qwen2, qwen3, gemma2, gemma3, gpt_neox, gptj, phi, opt, bloom, mpt)
+_MODULES = (
+    gpt2,
+    llama,
+    mistral,
+    qwen2,
+    qwen3,
+    gemma2,
+    gemma3,
+    gpt_neox,
+    gptj,
+    phi,
+    opt,
+    bloom,
+    mpt,
+    t5,
+    bart,
+    mbart,
+    marian,
+)
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}
 """Name in config.json -> family; where several can be a config, the first one is written."""

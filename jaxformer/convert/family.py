@@ -55,6 +55,8 @@ class Family:
         """
         sizes = config.sizes
         said = {"num_kv_heads": sizes["K"], "d_head": sizes["H"], "d_ff": sizes["F"], "attention_scale": config.scale}
+        decoder = config.of_decoder
+        said |= {"num_decoder_layers": decoder.num_layers, "decoder_d_ff": decoder.sizes["F"]}
         keys = {
             key.names[0]: key.write(said[field] if field in said else getattr(config, field))
             for field, key in self.keys.items()

@@ -140,6 +140,8 @@ def plain(config: Config) -> Config:
         "num_kv_heads": config.num_kv_heads == config.num_heads,
         "d_head": sizes["H"] * config.num_heads == config.d_model,
         "d_ff": sizes["F"] == 4 * config.d_model,
+        "num_decoder_layers": config.num_decoder_layers == config.num_layers,
+        "decoder_d_ff": config.decoder_d_ff == sizes["F"],
         "attention_scale": config.scale == sizes["H"] ** -0.5,
         "final_norm": config.final_norm == (config.residual != "post"),
         "qkv_bias": config.qkv_bias == config.bias,
@@ -147,10 +149,11 @@ def plain(config: Config) -> Config:
         "relative_buckets": config.positions != "relative",
         "relative_reach": config.positions != "relative",
     }
-    rotaries = tuple(_plain_rotary(rotary, sizes["H"]) for rotary in config.rotaries)
+    longer = max(config, config.of_decoder, key=lambda stack: stack.num_layers)  # a pattern is of both stacks
+    rotaries = tuple(_plain_rotary(rotary, sizes["H"]) for rotary in longer.rotaries)
     return dataclasses.replace(
         config,
-        window=_shortest(config.windows),
+        window=_shortest(longer.windows),
         rotary=_shortest(rotaries) if config.positions == "rotary" else Rotary(),
         **{name: defaults[name] for name, reset in resets.items() if reset},
     )

@@ -23,6 +23,7 @@ from jaxformer.config import Config
 Array = NDArray[Any]
 
 LAYER = "decoder/layers_{i}"
+ENCODER_LAYER = "encoder/layers_{i}"
 QKV = tuple(f"{LAYER}/attn/{name}_proj" for name in "qkv")
 
 
@@ -51,12 +52,14 @@ class Rule:
       params: the parameter's path; several: they are stacked along M, the first axis of the pattern's right side.
       pattern: of einops; without an arrow the two sides are the same.
       change: what is done beyond the pattern.
+      when: whether a config's model has the tensor, where another rule is for the same parameter.
     """
 
     file: str
     params: str | tuple[str, ...]
     pattern: str
     change: Change | None = None
+    when: Callable[[Config], bool] = lambda config: True
 
     @cached_property
     def paths(self) -> tuple[str, ...]:
@@ -90,12 +93,17 @@ class Rule:
         return self._rearrange(array, *self.sides[::-1], config)
 
     def _sizes(self, config: Config) -> dict[str, int]:
-        return config.sizes | {"M": len(self.paths)}
+        return side(self.paths[0], config).sizes | {"M": len(self.paths), "1": 1}
 
     def _rearrange(self, array: Array, start: str, end: str, config: Config) -> Array:
         split = "".join(re.findall(r"\(.*?\)", start))
         sizes = {letter: size for letter, size in self._sizes(config).items() if letter in split}
         return einops.rearrange(array, f"{start} -> {end}", **sizes)
+
+
+def side(path: str, config: Config) -> Config:
+    """Return the config that says the sizes of a parameter: the decoder's own, or the encoder's."""
+    return config if path.startswith(("encoder/", "embed/")) else config.of_decoder
 
 
 def projection(file: str, params: str, weight: str, bias: str) -> tuple[Rule, Rule]:
@@ -128,9 +136,11 @@ class Names:
       prefix: what all names but the head's begin with; files of a model without its head leave it out.
       buffers: regular expression of names, without the prefix, that hold no weights and are ignored.
       zeros: paths of parameters that the files do not have, because they are 0.
+      embeddings: other names of the token embeddings; files have some of them besides the rule's, or instead.
     """
 
     rules: tuple[Rule, ...]
     prefix: str = ""
     buffers: str = ""
     zeros: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()

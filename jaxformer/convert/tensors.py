@@ -11,24 +11,27 @@ import ml_dtypes
 import numpy as np
 
 from jaxformer.config import Config
-from jaxformer.convert.names import Array, Names, Rule
+from jaxformer.convert.names import Array, Names, Rule, side
 from jaxformer.models import build
 from jaxformer.trees import path_name, unstack_layers
 
 _FLOATS = tuple(np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 _HEAD = "lm_head/kernel"
+_EMBEDDING = "embed/token/embedding"
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a config's model by its path, in the layout of a loop over layers."""
-    one = dataclasses.replace(config, num_layers=1, scan_layers=False)  # layers have the same parameters
-    ids = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    tree = jax.eval_shape(build(one).init, jax.random.key(0), ids)["params"]
+    two = config.architecture == "encoder_decoder"
+    # The layers of a stack have the same parameters.
+    one = dataclasses.replace(config, num_layers=1, num_decoder_layers=1 if two else None, scan_layers=False)
+    ids = [jax.ShapeDtypeStruct((1, 1), jnp.int32)] * (1 + two)
+    tree = jax.eval_shape(build(one).init, jax.random.key(0), *ids)["params"]
     found = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     return {
         path.replace("layers_0", f"layers_{i}"): shape
         for path, shape in found.items()
-        for i in range(config.num_layers if "layers_0" in path else 1)
+        for i in range(side(path, config).num_layers if "layers_0" in path else 1)
     }
 
 
@@ -55,6 +58,8 @@ def to_params(
     wanted, left, found = shapes(config), set(tensors), {}
     for file, rule, paths in _entries(names, config, wanted):
         file = prefix + file.removeprefix(names.prefix) if file.startswith(names.prefix) else file
+        if paths == [_EMBEDDING] and file not in tensors:
+            file = next((other for other in _embeddings(names, config, prefix) if other in tensors), file)
         tensor = _checked(file, tensors, rule.shape(config))
         left.discard(file)
         for path, array in zip(paths, rule.load(tensor, config), strict=True):
@@ -98,26 +103,29 @@ def to_tensors(names: Names, config: Config, params: Mapping[str, Any]) -> dict[
 
 def _per_layer(paths: Sequence[str], config: Config) -> Iterator[str]:
     for path in paths:
-        for i in range(config.num_layers if "{i}" in path else 1):
+        for i in range(side(path, config).num_layers if "{i}" in path else 1):
             yield path.replace("{i}", str(i))
 
 
 def _entries(names: Names, config: Config, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Rule, list[str]]]:
     """Yield each tensor that the config asks for, its rule, and the paths of its parameters."""
     for rule in names.rules:
-        for i in range(config.num_layers if "{i}" in rule.file else 1):
+        for i in range(side(rule.paths[0], config).num_layers if "{i}" in rule.file else 1):
             paths = [path.replace("{i}", str(i)) for path in rule.paths]
-            if paths[0] in wanted:
+            if paths[0] in wanted and rule.when(config):
                 yield rule.file.replace("{i}", str(i)), rule, paths
 
 
 def _check_sizes(config: Config, tensors: int, numbers: int) -> None:
     """Refuse sizes that no model of so many tensors and numbers has, before anything is made of them."""
-    for letter in "VDNHKF":
-        if config.sizes[letter] > numbers:
-            raise ValueError(f"the config says {letter}={config.sizes[letter]}, but the file holds {numbers} numbers")
-    if config.num_layers > tensors:
-        raise ValueError(f"the config says {config.num_layers} layers, but the file holds {tensors} tensors")
+    for stack in (config, config.of_decoder):
+        for letter in "VDNHKF":
+            if stack.sizes[letter] > numbers:
+                raise ValueError(
+                    f"the config says {letter}={stack.sizes[letter]}, but the file holds {numbers} numbers"
+                )
+        if stack.num_layers > tensors:
+            raise ValueError(f"the config says {stack.num_layers} layers, but the file holds {tensors} tensors")
 
 
 def _checked(name: str, tensors: Mapping[str, Array], shape: tuple[int, ...]) -> Array:
@@ -133,17 +141,25 @@ def _checked(name: str, tensors: Mapping[str, Array], shape: tuple[int, ...]) ->
     return tensor
 
 
-def _check_left(names: Names, config: Config, tensors: Mapping[str, Array], left: set[str], prefix: str) -> None:
-    """Refuse tensors that no rule took; buffers go, and so does a head that repeats the embedding it is tied to."""
+def _embeddings(names: Names, config: Config, prefix: str) -> list[str]:
+    """Return all names that the token embeddings may have: the rule's, and that of a head that is tied to them."""
     files = {path: rule.file for rule in names.rules for path in rule.paths}
+    head = [files[_HEAD]] if config.tie_embeddings and _HEAD in files else []
+    found = [files[_EMBEDDING], *names.embeddings, *head]
+    return [prefix + name.removeprefix(names.prefix) if name.startswith(names.prefix) else name for name in found]
+
+
+def _check_left(names: Names, config: Config, tensors: Mapping[str, Array], left: set[str], prefix: str) -> None:
+    """Refuse tensors that no rule took; buffers go, and so does what repeats the token embeddings."""
     left = {name for name in left if not re.fullmatch(names.buffers, name.removeprefix(prefix))}
-    if config.tie_embeddings and files.get(_HEAD) in left:
-        left.remove(files[_HEAD])
-        head = tensors[files[_HEAD]]
-        embedding = tensors[prefix + files["embed/token/embedding"].removeprefix(names.prefix)]
-        if head.shape != embedding.shape or head.dtype != embedding.dtype or (head != embedding).any():
+    twins = _embeddings(names, config, prefix)
+    embedding = tensors[next(name for name in twins if name in tensors)]
+    for name in left & set(twins):
+        left.remove(name)
+        other = tensors[name]
+        if other.shape != embedding.shape or other.dtype != embedding.dtype or (other != embedding).any():
             raise ValueError(
-                f"the config ties {files[_HEAD]!r} to the embedding, but they differ; set tie_word_embeddings to false "
+                f"the config ties {name!r} to the embedding, but they differ; set tie_word_embeddings to false "
                 "if the head is a matrix of its own"
             )
     if left:

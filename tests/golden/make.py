@@ -16,6 +16,15 @@ ref.npz of a decoder:
     left_logits [T-5 V]              logits of the first one's tokens
     right_ids, right_mask, right_logits         padding right
     greedy_ids [1 P+new]             the continuation of ids[:, :P]
+
+ref.npz of an encoder-decoder:
+    ids [1 T], target_ids [1 P], logits [1 P V]
+    hidden [L 1 T D]                 the residual stream of the encoder before each layer
+    memory [1 T D]                   what the encoder makes of ids
+    left_ids, left_mask [2 T]        two sources, padding left; the second is ids
+    left_logits [P V], left_memory [T-5 D]      of the first one; positions count from the row's begin, as the library's
+    right_ids, right_mask, right_logits, right_memory           padding right
+    greedy_ids [1 1+new]             the continuation of the token that target texts begin with
 """
 
 import sys
@@ -24,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 V, T, PROMPT, NEW, SEED = 56, 16, 8, 8, 20240607
 LLAMA = {
@@ -99,6 +108,41 @@ OWN_POSITIONS = ("bloom", "mpt", "opt")
 """Models that take positions from the mask, or none."""
 
 
+T5 = {
+    "vocab_size": V,
+    "d_model": 24,
+    "d_kv": 8,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 12,
+    "decoder_start_token_id": 0,
+}
+BART = {
+    "vocab_size": V,
+    "max_position_embeddings": 32,
+    "d_model": 24,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 40,
+    "pad_token_id": 1,
+    "decoder_start_token_id": 2,
+}
+MARIAN = {"activation_function": "swish", "pad_token_id": V - 1, "decoder_start_token_id": V - 1}
+ENCODER_DECODERS = {
+    "t5": ("T5", T5 | {"feed_forward_proj": "relu"}),
+    "t5_v1_1": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "bart": ("Bart", BART),
+    "mbart": ("MBart", BART | {"scale_embedding": True}),
+    "marian": ("Marian", BART | MARIAN | {"scale_embedding": True}),
+}
+
+
 def redraw(model, seed):
     """Draws every parameter, scaled so that activations stay near 1, and rounds it to bfloat16."""
     generator = torch.Generator().manual_seed(seed)
@@ -107,6 +151,8 @@ def redraw(model, seed):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             module = type(modules[name.rpartition(".")[0]]).__name__
+            if "Sinusoidal" in module:
+                continue
             x = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
                 x = 0.2 * x + (0.0 if "bias" in name else parameter)
@@ -160,10 +206,49 @@ def decoder(name, folder):
     return ref
 
 
+@torch.no_grad()
+def encoder_decoder(name, folder):
+    kind, fields = ENCODER_DECODERS[name]
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    config = getattr(transformers, f"{kind}Config")(**fields, **ends)
+    seed = SEED + sum(map(ord, name))
+    torch.manual_seed(seed)
+    model = AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager").eval()
+    if fields.get("tie_word_embeddings") is False:  # the library ties even so, unless a file has both tensors
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
+    redraw(model, seed)
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.copy_(torch.randn(model.final_logits_bias.shape).bfloat16())
+    draw = np.random.default_rng(seed)
+    ids, short, target = (draw.integers(V, size=size) for size in ((1, T), T - 5, (1, PROMPT)))
+
+    def run(ids, target, **options):
+        inputs = {"input_ids": ids, "decoder_input_ids": np.repeat(target, len(ids), axis=0)} | options
+        options = {"use_cache": False, "output_hidden_states": True}
+        return model(**{key: torch.from_numpy(x) for key, x in inputs.items()}, **options)
+
+    out = run(ids, target)
+    ref = {"ids": ids, "target_ids": target, "logits": out.logits.numpy()}
+    ref["hidden"] = np.stack([hidden.numpy() for hidden in out.encoder_hidden_states[:-1]])
+    ref["memory"] = out.encoder_last_hidden_state.numpy()
+    for side in ("left", "right"):
+        padded_ids, mask = padded([short, ids[0]], left=side == "left")
+        out = run(padded_ids, target, attention_mask=mask)
+        ref |= {f"{side}_ids": padded_ids, f"{side}_mask": mask, f"{side}_logits": out.logits.numpy()[0]}
+        ref[f"{side}_memory"] = out.encoder_last_hidden_state.numpy()[0][mask[0] == 1]
+    greedy = np.array([[model.config.decoder_start_token_id]])
+    for _ in range(NEW):
+        greedy = np.concatenate([greedy, run(ids, greedy).logits[:, -1:].argmax(-1).numpy()], axis=1)
+    ref["greedy_ids"] = greedy
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return ref
+
+
 def main(folder, names):
-    for name in names or DECODERS:
+    for name in names or [*DECODERS, *ENCODER_DECODERS]:
         target = folder / name
-        ref = decoder(name, target)
+        ref = (decoder if name in DECODERS else encoder_decoder)(name, target)
         small = {key: x.astype(np.int16) if x.dtype == np.int64 else x for key, x in ref.items()}
         np.savez_compressed(target / "ref.npz", **small)
         size = sum(file.stat().st_size for file in target.iterdir())
