@@ -53,8 +53,8 @@ def texts(wanted):
     return [wanted[key] for key in ("ids", "target_ids") if key in wanted]
 
 
-def logits(model, *args):
-    return draw.logits(model.model, model.params, *args)
+def logits(model, *args, **kwargs):
+    return draw.logits(model.model, model.params, *args, **kwargs)
 
 
 def same(one, other):
