@@ -316,7 +316,7 @@ def bias_of(function, *arrays):
     return jax.tree_util.Partial(function, *arrays)
 
 
-def test_queries_keys_and_values_are_of_one_floating_type():
+def test_queries_keys_and_values_are_of_one_floating_type(unchecked):
     q = jnp.ones((1, 4, 2, 4))
     for others in ({"k": "bfloat16"}, {"v": "float16"}, {"q": "int32", "k": "int32", "v": "int32"}):
         arrays = [q.astype(others.get(name, "float32")) for name in "qkv"]
@@ -325,7 +325,7 @@ def test_queries_keys_and_values_are_of_one_floating_type():
 
 
 @pytest.mark.parametrize("softcap", [0, 0.0, -1.0, float("nan"), float("inf")])
-def test_a_softcap_is_positive(softcap):
+def test_a_softcap_is_positive(softcap, unchecked):
     q = jnp.ones((1, 4, 2, 4))
     with pytest.raises(ValueError, match=r"softcap=.* must be a positive finite number"):
         attention(q, q, q, jf.Mask.causal(4), scale=1.0, softcap=softcap)
@@ -346,7 +346,7 @@ def test_a_softcap_is_positive(softcap):
     ],
 )
 @pytest.mark.parametrize("implementation", ["einsum", "chunked"])
-def test_a_bias_without_gradients_is_refused(bias, message, implementation):
+def test_a_bias_without_gradients_is_refused(bias, message, implementation, unchecked):
     q = jnp.ones((2, 4, 2, 4))
     with pytest.raises(ValueError, match=message):
         attention(q, q, q, jf.Mask.causal(4), bias, scale=1.0, implementation=implementation)

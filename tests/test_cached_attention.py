@@ -154,7 +154,7 @@ def test_a_mask_of_the_tokens_is_refused_over_a_cache():
 
 
 @pytest.mark.parametrize(("bias", "queries"), [((1, 4, 8, 8), 8), ((3, 4, 8, 16), 8), (None, 7)])
-def test_terms_of_other_queries_or_slots_are_refused_over_a_cache(bias, queries):
+def test_terms_of_other_queries_or_slots_are_refused_over_a_cache(bias, queries, unchecked):
     q, kv = jnp.ones((1, 8, 4, 4)), KV(*(jnp.ones((1, 1, 2, 16, 4)) for _ in range(2)))
     mask = jf.Mask(jnp.arange(queries)[None], jnp.arange(16)[None], causal=True)
     with pytest.raises(ValueError, match="the mask is of positions" if bias is None else "bias has shape"):

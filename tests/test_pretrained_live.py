@@ -64,4 +64,4 @@ def test_a_bfloat16_model_stays_one(tmp_path):
     jf.save(tmp_path, model.config, model.params)
     there = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert there.dtype == torch.bfloat16
-    assert model.params["embed"]["embedding"].dtype == jnp.bfloat16
+    assert model.params["embed"]["token"]["embedding"].dtype == jnp.bfloat16

@@ -18,7 +18,8 @@ SIZES = {"N": "num_heads", "F": "d_ff", "V": "vocab_size"}
 
 
 def parameter_shapes(config):
-    params = jax.eval_shape(jf.build(config).init, jax.random.key(0), draw.ids(1, 2))["params"]
+    texts = [draw.ids(1, 2)] * (2 if config.architecture == "encoder_decoder" else 1)
+    params = jax.eval_shape(jf.build(config).init, jax.random.key(0), *texts)["params"]
     return {jf.trees.path_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
 
 
