@@ -20,13 +20,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxformer.biases import BIAS
-from jaxformer.cache import KV, Cache, append_positions, store, store_source
+from jaxformer.cache import Cache, append_positions, key_positions, store, store_source
 from jaxformer.config import Config
 from jaxformer.layers import MLP, make_norm
 from jaxformer.masks import FAR, Mask
 from jaxformer.multi_head import Attention
 from jaxformer.positions import ROTATE, Frequencies, frequencies
 from jaxformer.sharding import constrain
+from jaxformer.storage import KV
 from jaxformer.taps import COLLECTIONS, tap
 from jaxformer.trees import Leaf
 
@@ -141,7 +142,7 @@ class Block(nn.Module):
             fresh: KV = attn.keys_values(h, positions, layer.turns)
             if cache is None:
                 return dropout(attn(h, fresh, mask, bias, positions=positions, turns=layer.turns))
-            cache, view = store(cache, layer.index, fresh)
+            cache, view = store(cache, layer.index, fresh, positions)
             return dropout(attn(h, view, mask, bias, positions=positions, turns=layer.turns))
 
         def attend_to_source(h: Array) -> Array:
@@ -157,6 +158,17 @@ class Block(nn.Module):
         sublayers = {"attn": attend} | ({} if source is None else {"cross": attend_to_source})
         x = RESIDUAL[config.residual](x, sublayers | {"mlp": lambda h: dropout(mlp(h))}, partial(make_norm, config))
         return (constrain(tap(self, "x", x), "BTD"), cache), None
+
+
+def _check_mask(mask: Mask, segments: Array | None, cache: Cache | None) -> None:
+    """Refuses a mask of the caller's that would show a query what is not there, or not its document's."""
+    if segments is not None and mask.q_segments is None:
+        raise ValueError(
+            "the mask has no segments, so that packed documents would see each other; make it with q_segments and "
+            "kv_segments, or leave it out"
+        )
+    if cache is not None and cache.is_ring:
+        raise ValueError("the slots of a ring change hands as tokens come; leave the mask out, or use a dense cache")
 
 
 class Stack(nn.Module):
@@ -190,17 +202,16 @@ class Stack(nn.Module):
           source: what cross-attention is to; None: there is none.
         """
         config, layers = self.config, make_layers(self.config)
-        if mask is not None and segments is not None and mask.q_segments is None:
-            raise ValueError(
-                "the mask has no segments, so that packed documents would see each other; make it with q_segments and "
-                "kv_segments, or leave it out"
-            )
+        if mask is not None:
+            _check_mask(mask, segments, cache)
+        keys = positions
         if cache is not None:
-            cache = append_positions(cache, jnp.broadcast_to(positions, x.shape[:2]))
+            positions = jnp.broadcast_to(positions, x.shape[:2])
+            before, cache = cache, append_positions(cache, positions)
+            keys = key_positions(before, cache, positions)
         if mask is None:
-            kv_positions = positions if cache is None else cache.positions
             ordered = ordered and cache is None
-            mask = Mask(positions, kv_positions, segments, segments, causal=self.causal, ordered=ordered)
+            mask = Mask(positions, keys, segments, segments, causal=self.causal, ordered=ordered)
         if len(set(config.windows)) == 1:
             mask = mask.narrowed(config.windows[0])
         bias = BIAS[config.positions](config, self.causal) if config.positions in BIAS else None

@@ -10,11 +10,12 @@ import flax.linen as nn
 from jaxtyping import Array, Float, Int
 
 from jaxformer.attention import Bias, Dropout, attention, cached_attention, check_cached
-from jaxformer.cache import KV, LayerView
+from jaxformer.cache import LayerView
 from jaxformer.config import Config
 from jaxformer.layers import Projection, make_norm
 from jaxformer.masks import Mask
 from jaxformer.positions import ROTATE, Frequencies, frequencies
+from jaxformer.storage import KV
 from jaxformer.taps import tap, tapped
 
 

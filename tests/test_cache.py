@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxformer as jf
-from jaxformer.cache import KINDS, KV, append_positions, store
+from jaxformer.cache import KINDS, append_positions, store
+from jaxformer.storage import KV
 
 CONFIG = draw.tiny(num_layers=3)
 L, B, K, H = 3, 2, 2, 4
@@ -19,7 +20,7 @@ def written(cache, positions, new):
     """A cache after these tokens: new k and v are [L B T K H]."""
     cache = append_positions(cache, positions)
     for layer in range(L):
-        cache, view = store(cache, layer, KV(new.k[layer], new.v[layer]))
+        cache, view = store(cache, layer, KV(new.k[layer], new.v[layer]), positions)
         assert view.layer == layer
     return cache
 
@@ -86,7 +87,7 @@ def test_the_layer_written_may_be_a_traced_number():
 
     @jax.jit
     def one(cache, layer):
-        return store(cache, layer, KV(jnp.asarray(new.k[1]), jnp.asarray(new.v[1])))[0]
+        return store(cache, layer, KV(jnp.asarray(new.k[1]), jnp.asarray(new.v[1])), jnp.asarray(positions))[0]
 
     k = one(cache, jnp.asarray(1)).layers.self_kv.k
     np.testing.assert_array_equal(k[1, :, :, :2], slots(new.k)[1])

@@ -12,7 +12,8 @@ from tolerances import BFLOAT16, FLOAT32
 
 import jaxformer as jf
 from jaxformer.attention import cached_attention
-from jaxformer.cache import KV, LayerView
+from jaxformer.cache import LayerView
+from jaxformer.storage import KV
 
 L, B, K, H = 3, 2, 2, 4
 GARBAGE = 1e4  # what unused slots hold: it must not count

@@ -22,7 +22,19 @@ FAMILIES = (
     *("mpt", "t5", "bart", "mbart", "marian"),
 )
 LEVELS = [
-    ["checks", "rotary", "config_checks", "config", "presets", "masks", "trees", "cache", "taps", "sharding"],
+    [
+        "checks",
+        "rotary",
+        "config_checks",
+        "config",
+        "presets",
+        "masks",
+        "trees",
+        "storage",
+        "cache",
+        "taps",
+        "sharding",
+    ],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
     ["losses", "sampling", "optim"],
     ["layers", "positions", "biases", "embeddings", "heads", "multi_head", "blocks", "encoder_decoder", "models"],

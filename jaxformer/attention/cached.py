@@ -4,16 +4,21 @@ A token's cost grows with the text so far and not with the capacity of the cache
 read where they lie: no layer is copied out.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 from jaxtyping import Array, Float
 
 from jaxformer.attention.arguments import Bias, check_terms
-from jaxformer.attention.einsum import softcapped
+from jaxformer.attention.einsum import einsum_attention, softcapped
 from jaxformer.attention.online import Online, empty, finish, update
 from jaxformer.cache import LayerView
 from jaxformer.masks import Mask
+from jaxformer.storage import KV
 
 BLOCK = 256
 """Slots read at a time: large enough for a good product, small beside a long cache."""
@@ -28,52 +33,104 @@ def cached_attention(
     scale: float,
     softcap: float | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attends to the slots in use of one layer of a cache, the new tokens among them.
+    """Attends to the slots in use of one layer of a cache, and to the view's fresh tokens after them.
 
     Args:
-      mask: T queries against all S slots.
+      mask: T queries against all S slots and the fresh tokens.
 
     Returns:
-      z [B T N H]; a row without any allowed slot is 0. Not differentiable: the number of blocks depends on the length.
+      z [B T N H]; a row without any allowed slot is 0. The gradient is taken through scores against all slots at once,
+      because the number of blocks depends on the length.
 
     Raises:
       ValueError: a mask or a bias of the tokens instead of the slots, or of other queries.
     """
-    B, H = q.shape[0], q.shape[3]
+    keys = view.kv.k.shape[3] + (0 if view.fresh is None else view.fresh.k.shape[1])
+    return _attend(scale, softcap, q, view, mask, check_terms(q, keys, mask, bias, softcap))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(scale: float, softcap: float | None, q: Array, view: LayerView, mask: Mask, bias: Any) -> Array:
+    H, T = q.shape[3], q.shape[1]
     K, S = view.kv.k.shape[2:4]
-    bias = check_terms(q, S, mask, bias, softcap)
-    C = min(BLOCK, S)
     query = rearrange(q, "B T (K G) H -> B K G T H", K=K)
 
-    def step(i: Array, online: Online) -> Online:
-        start = jnp.minimum(i * C, S - C)
-        k, v = (
-            jax.lax.dynamic_slice(x, (view.layer, 0, 0, start, 0), (1, B, K, C, H))[0].astype(q.dtype)
-            for x in (view.kv.k, view.kv.v)
-        )
-        scores = jnp.einsum("BKGTH,BKCH->BKGTC", query, k, preferred_element_type=jnp.float32) * scale
+    def take(online: Online, kv: KV, start: Array, new: Array) -> Online:
+        """Takes keys [B K C H], from number `start` of the mask's on; those that are not `new` were taken before."""
+        size = kv.k.shape[2]
+        scores = jnp.einsum("BKGTH,BKCH->BKGTC", query, kv.k, preferred_element_type=jnp.float32) * scale
         scores = softcapped(scores, softcap)
-        slots = _slots(mask, start, C)
+        some = _some_keys(mask, start, size)
         if bias is not None:
             if callable(bias):
-                block = bias(mask.q_positions, slots.kv_positions)
+                block = bias(mask.q_positions, some.kv_positions)
             else:
-                block = jax.lax.dynamic_slice_in_dim(bias, start, C, axis=3)
+                block = jax.lax.dynamic_slice_in_dim(bias, start, size, axis=3)
             scores = scores + rearrange(block, "B (K G) T C -> B K G T C", K=K)
-        # The last block is moved back to end at S; its slots that an earlier block held must not count twice.
-        fresh = start + jnp.arange(C) >= i * C
-        seen = (slots.dense() & fresh)[:, :, None]
-        return update(online, jnp.where(seen, scores, -jnp.inf), v)
+        return update(online, jnp.where((some.dense() & new)[:, :, None], scores, -jnp.inf), kv.v)
 
-    blocks = (view.length + C - 1) // C
-    z, _ = finish(jax.lax.fori_loop(0, blocks, step, empty(query.shape[:-1], H)))
-    return rearrange(z.astype(q.dtype), "B K G T H -> B T (K G) H")
+    online = _over(view.length, S, partial(_slots, view, q.dtype), take, empty(query.shape[:-1], H))
+    if view.fresh is not None:
+        tokens = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), view.fresh).decoded(q.dtype)
+
+        def some_tokens(start: Array, size: int) -> KV:
+            return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size, axis=2), tokens)
+
+        online = _over(T, T, some_tokens, lambda o, kv, start, new: take(o, kv, S + start, new), online)
+    return rearrange(finish(online)[0].astype(q.dtype), "B K G T H -> B T (K G) H")
 
 
-def _slots(mask: Mask, start: Array, size: int) -> Mask:
-    """Returns the mask of `size` slots: the whole one, made for every token, would cost what the capacity says."""
+def _over(
+    used: Array | int, total: int, read: Callable[..., KV], take: Callable[..., Online], online: Online
+) -> Online:
+    """Takes the first `used` of `total` keys, block by block."""
+    size = min(BLOCK, total)
+
+    def step(i: Array, online: Online) -> Online:
+        # The last block is moved back to end where the keys end; those that an earlier block held must not count twice.
+        start = jnp.minimum(i * size, total - size)
+        return take(online, read(start, size), start, start + jnp.arange(size) >= i * size)
+
+    return jax.lax.fori_loop(0, (used + size - 1) // size, step, online)
+
+
+def _slots(view: LayerView, dtype: Any, start: Array | int, size: int) -> KV:
+    """Returns keys and values [B K C H] of `size` slots."""
+
+    def read(leaf: Array) -> Array:
+        _, B, K, _, *width = leaf.shape
+        at = (view.layer, 0, 0, start, *[0] * len(width))
+        return jax.lax.dynamic_slice(leaf, at, (1, B, K, size, *width))[0]
+
+    return jax.tree.map(read, view.kv).decoded(dtype)
+
+
+def _some_keys(mask: Mask, start: Array, size: int) -> Mask:
+    """Returns the mask of `size` keys: the whole one, made for every token, would cost what the capacity says."""
     positions = jax.lax.dynamic_slice_in_dim(mask.kv_positions, start, size, axis=1)
     segments = mask.kv_segments
     if segments is not None:
         segments = jax.lax.dynamic_slice_in_dim(segments, start, size, axis=1)
     return mask.with_keys(positions, segments)
+
+
+def _attend_forward(
+    scale: float, softcap: float | None, q: Array, view: LayerView, mask: Mask, bias: Any
+) -> tuple[Array, tuple[Any, ...]]:
+    return _attend(scale, softcap, q, view, mask, bias), (q, view, mask, bias)
+
+
+def _attend_backward(scale: float, softcap: float | None, saved: tuple[Any, ...], dz: Array) -> tuple[Any, ...]:
+    return jax.vjp(partial(_at_once, scale, softcap), *saved)[1](dz)
+
+
+def _at_once(scale: float, softcap: float | None, q: Array, view: LayerView, mask: Mask, bias: Any) -> Array:
+    """Attends to all slots at once: the same numbers, with a gradient."""
+    kv = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), _slots(view, q.dtype, 0, view.kv.k.shape[3]))
+    if view.fresh is not None:
+        kv = jax.tree.map(lambda old, new: jnp.concatenate([old, new.astype(q.dtype)], axis=1), kv, view.fresh)
+    # Slots that were never written may hold anything that is finite; the mask hides them, and their weight is 0.
+    return einsum_attention(q, kv.k, kv.v, mask, bias, scale=scale, softcap=softcap)
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
