@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tolerances import BFLOAT16, CACHED
+from tolerances import BFLOAT16, CACHED, FLOAT32
 
 import jaxformer as jf
 
@@ -166,3 +166,26 @@ def test_an_implementation_without_a_cached_form_is_refused_over_a_cache(monkeyp
         model = jf.build(draw.tiny(attention=name))
         with pytest.raises(error, match=f"attention implementation '{name}'"):
             jf.generate(model, draw.model()[1], draw.ids(1, 3), max_new_tokens=2)
+
+
+@pytest.mark.parametrize("fields", [{}, {"positions": "relative", "softcap": 2.0}, {"window": 3, "kind": "ring"}])
+def test_the_gradient_through_a_cache_is_that_of_the_full_pass(fields):
+    kind = fields.get("kind", "dense")
+    model, params = draw.model(**{name: value for name, value in fields.items() if name != "kind"})
+    at = jnp.asarray(PADDINGS["left"])
+    weights = jnp.where(at >= 0, 1.0, 0.0)[..., None] * draw.exact(np.random.default_rng(0), (1, 1, 29))
+
+    def full(params):
+        return (model.apply({"params": params}, IDS, at) * weights).sum()
+
+    def cached(params):
+        cache = jf.init_cache(model.config, 2, CAPACITY, kind=kind)
+        total = 0.0
+        for part in (slice(0, 5), slice(5, 6), slice(6, 8)):
+            logits, cache = model.apply({"params": params}, IDS[:, part], at[:, part], cache=cache)
+            total += (logits * weights[:, part]).sum()
+        return total
+
+    expected, actual = (jax.jit(jax.grad(loss))(params) for loss in (full, cached))
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(expected))
+    jax.tree.map(lambda ours, theirs: draw.close(ours / largest, theirs / largest, FLOAT32), actual, expected)

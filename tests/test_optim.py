@@ -19,8 +19,8 @@ from jaxformer.trees import path_name, stack_layers
 
 
 def shapes(config):
-    ids = jax.ShapeDtypeStruct((1, 1), "int32")
-    return jax.eval_shape(jf.build(config).init, jax.random.key(0), ids)["params"]
+    texts = [jax.ShapeDtypeStruct((1, 1), "int32")] * (2 if config.architecture == "encoder_decoder" else 1)
+    return jax.eval_shape(jf.build(config).init, jax.random.key(0), *texts)["params"]
 
 
 def leaves(tree):

@@ -13,7 +13,7 @@ from jax.tree_util import Partial
 from tolerances import FLOAT32
 
 import jaxformer as jf
-from jaxformer import blocks, layers, models
+from jaxformer import blocks, layers, models, multi_head
 from jaxformer.taps import COLLECTIONS, tap, tapped
 
 SAME = 1e-6  # two programs of the same arithmetic
@@ -129,9 +129,9 @@ def test_unread_taps_cost_nothing(scan, gated, monkeypatch):
 
     with_taps = text()
     assert text(mutable=["intermediates"]) != with_taps
-    for module in (blocks, layers, models):
+    for module in (blocks, layers, models, multi_head):
         monkeypatch.setattr(module, "tap", lambda module, name, value: value)
-    monkeypatch.setattr(blocks, "tapped", lambda module, name: False)
+    monkeypatch.setattr(multi_head, "tapped", lambda module, name: False)
     assert text() == with_taps
 
 

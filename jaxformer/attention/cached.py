@@ -20,6 +20,8 @@ from jaxformer.cache import LayerView
 from jaxformer.masks import Mask
 from jaxformer.storage import KV
 
+Static = tuple[Any, float, float | None]
+"""The tree of a mask, scale and softcap."""
 BLOCK = 256
 """Slots read at a time: large enough for a good product, small beside a long cache."""
 
@@ -46,12 +48,16 @@ def cached_attention(
       ValueError: a mask or a bias of the tokens instead of the slots, or of other queries.
     """
     keys = view.kv.k.shape[3] + (0 if view.fresh is None else view.fresh.k.shape[1])
-    return _attend(scale, softcap, q, view, mask, check_terms(q, keys, mask, bias, softcap))
+    bias = check_terms(q, keys, mask, bias, softcap)
+    # A mask's tree depends on which of its leaves are one array, which the rules of derivatives do not preserve.
+    leaves, tree = jax.tree.flatten(mask)
+    return _attend((tree, scale, softcap), q, view, leaves, bias)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(scale: float, softcap: float | None, q: Array, view: LayerView, mask: Mask, bias: Any) -> Array:
-    H, T = q.shape[3], q.shape[1]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: Static, q: Array, view: LayerView, mask_leaves: list[Array], bias: Any) -> Array:
+    tree, scale, softcap = static
+    mask, H, T = jax.tree.unflatten(tree, mask_leaves), q.shape[3], q.shape[1]
     K, S = view.kv.k.shape[2:4]
     query = rearrange(q, "B T (K G) H -> B K G T H", K=K)
 
@@ -114,22 +120,21 @@ def _some_keys(mask: Mask, start: Array, size: int) -> Mask:
     return mask.with_keys(positions, segments)
 
 
-def _attend_forward(
-    scale: float, softcap: float | None, q: Array, view: LayerView, mask: Mask, bias: Any
-) -> tuple[Array, tuple[Any, ...]]:
-    return _attend(scale, softcap, q, view, mask, bias), (q, view, mask, bias)
+def _attend_forward(static: Static, *args: Any) -> tuple[Array, tuple[Any, ...]]:
+    return _attend(static, *args), args
 
 
-def _attend_backward(scale: float, softcap: float | None, saved: tuple[Any, ...], dz: Array) -> tuple[Any, ...]:
-    return jax.vjp(partial(_at_once, scale, softcap), *saved)[1](dz)
+def _attend_backward(static: Static, args: tuple[Any, ...], dz: Array) -> tuple[Any, ...]:
+    return jax.vjp(partial(_at_once, static), *args)[1](dz)
 
 
-def _at_once(scale: float, softcap: float | None, q: Array, view: LayerView, mask: Mask, bias: Any) -> Array:
+def _at_once(static: Static, q: Array, view: LayerView, mask_leaves: list[Array], bias: Any) -> Array:
     """Attends to all slots at once: the same numbers, with a gradient."""
+    tree, scale, softcap = static
     kv = jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), _slots(view, q.dtype, 0, view.kv.k.shape[3]))
     if view.fresh is not None:
         kv = jax.tree.map(lambda old, new: jnp.concatenate([old, new.astype(q.dtype)], axis=1), kv, view.fresh)
-    # Slots that were never written may hold anything that is finite; the mask hides them, and their weight is 0.
+    mask = jax.tree.unflatten(tree, mask_leaves)
     return einsum_attention(q, kv.k, kv.v, mask, bias, scale=scale, softcap=softcap)
 
 
