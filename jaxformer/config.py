@@ -162,7 +162,7 @@ class Config:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every size by letter: also P rows of positions, R buckets, E embedding, O square projections, Y classes."""
+        """Sizes by letter; also P positions, A token types, R buckets, E embedding, O square projections, Y classes."""
         return {
             "V": self.vocab_size,
             "P": self.max_len,
@@ -176,6 +176,7 @@ class Config:
             "E": self.d_embed or self.d_model,
             "O": self.d_model,
             "Y": self.num_labels or 0,
+            "A": self.num_token_types or 0,
         }
 
     @property

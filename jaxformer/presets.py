@@ -97,6 +97,27 @@ _BART = Config(
     activation="gelu",
     head_bias=True,
 )
+_BERT = Config(
+    architecture="encoder",
+    head="masked_lm",
+    vocab_size=30522,
+    num_token_types=2,
+    max_len=512,
+    d_model=768,
+    num_layers=12,
+    num_heads=12,
+    residual="post",
+    norm="layernorm",
+    norm_eps=1e-12,
+    positions="learned",
+    embed_norm=True,
+    activation="gelu",
+    head_bias=True,
+    dropout=0.1,
+    attention_dropout=0.1,
+)
+_ROBERTA = dataclasses.replace(_BERT, vocab_size=50265, num_token_types=1, norm_eps=1e-5)
+_DISTILBERT = dataclasses.replace(_BERT, num_token_types=None, num_layers=6)
 
 
 def _tiny(config: Config, **sizes: Any) -> Config:
@@ -111,6 +132,9 @@ PRESETS: dict[str, Config] = {
     "t5": _T5,
     "t5_v1_1": _T5_V1_1,
     "bart": _BART,
+    "bert": _BERT,
+    "roberta": _ROBERTA,
+    "distilbert": _DISTILBERT,
     "gpt2_tiny": _tiny(_GPT2),
     "llama_tiny": _tiny(_LLAMA, num_kv_heads=2, d_ff=192),
 }

@@ -50,7 +50,14 @@ class Pretrained:
     tokenizer: Any
 
 
-def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None, tokenizer: bool = True) -> Pretrained:
+def load(
+    path: str | Path,
+    *,
+    dtype: str | None = None,
+    head: str | None = None,
+    mesh: Mesh | None = None,
+    tokenizer: bool = True,
+) -> Pretrained:
     """Read a published model.
 
     The files are mapped and turned into parameters leaf by leaf, so that no second copy of the model is in memory.
@@ -60,6 +67,8 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
         file that ends in .gguf, whose quantised tensors become float32.
       dtype: type of all parameters, "float32", "bfloat16" or "float16". None: each keeps the type of its tensor, but
         float64 becomes float32, and so do scales that are stored as w for 1 + w, which bfloat16 would round.
+      head: of an encoder, such as "none" for its hidden states; the tensors of other heads are left out. None: the one
+        of the class that config.json names.
       tokenizer: False leaves the tokenizer out, for a model whose tokenizer is refused.
       mesh: where parameters are laid out as `sharding.shardings` says. None: on the default device.
 
@@ -72,11 +81,11 @@ def load(path: str | Path, *, dtype: str | None = None, mesh: Mesh | None = None
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r} is not one of {sorted(_DTYPES)}")
     if path.suffix == ".gguf" and not path.is_dir():
-        return _load_gguf(path, dtype, mesh, tokenizer)
+        return _load_gguf(path, head, dtype, mesh, tokenizer)
     if not path.is_dir():
         what = "does not exist" if not path.exists() else "is a file"
         raise FileNotFoundError(f"{path} {what}; give a folder with config.json and weights, or a .gguf file")
-    return _load_folder(path, dtype, mesh, tokenizer)
+    return _load_folder(path, head, dtype, mesh, tokenizer)
 
 
 def save(
@@ -115,17 +124,17 @@ def save(
         replace_file(path / "tokenizer.json", [text.encode()])
 
 
-def _load_folder(path: Path, dtype: str | None, mesh: Mesh | None, tokenizer: bool) -> Pretrained:
+def _load_folder(path: Path, head: str | None, dtype: str | None, mesh: Mesh | None, tokenizer: bool) -> Pretrained:
     said = path / "config.json"
-    family, config = _read_config(said, json_object(str(said), bytes(map_file(said))))
+    family, config = _read_config(said, json_object(str(said), bytes(map_file(said))), head)
     params = _read_params(path, family, config, safetensors.load(path), _placed(config, dtype, mesh))
     return _pretrained(config, params, _load_tokenizer(path / "tokenizer.json") if tokenizer else None)
 
 
-def _load_gguf(path: Path, dtype: str | None, mesh: Mesh | None, tokenizer: bool) -> Pretrained:
+def _load_gguf(path: Path, head: str | None, dtype: str | None, mesh: Mesh | None, tokenizer: bool) -> Pretrained:
     file = GGUFFile(path)
     source, tensors = as_folder(file)
-    family, config = _read_config(path, source)
+    family, config = _read_config(path, source, head)
     numbers = sum(math.prod(info.shape) for info in file.tensors.values())
     params = _read_params(path, family, config, tensors, _placed(config, dtype, mesh), numbers)
     if not tokenizer:
@@ -135,10 +144,10 @@ def _load_gguf(path: Path, dtype: str | None, mesh: Mesh | None, tokenizer: bool
     return _pretrained(config, params, gguf_tokenizer.tokenizer(file))
 
 
-def _read_config(path: Path, source: dict[str, Any]) -> tuple[Family, Config]:
+def _read_config(path: Path, source: dict[str, Any], head: str | None) -> tuple[Family, Config]:
     try:
         family = family_of(source)
-        return family, family.config(source)
+        return family, family.config(source, head)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

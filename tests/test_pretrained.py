@@ -72,7 +72,7 @@ def positions(mask):
 
 
 def test_every_family_has_a_golden_model():
-    types = {json.loads((GOLDEN / name / "config.json").read_text())["model_type"] for name in NAMES}
+    types = {json.loads(path.read_text())["model_type"] for path in GOLDEN.rglob("config.json")}
     assert types == set(FAMILIES)
 
 
@@ -292,11 +292,13 @@ def test_parameters_can_be_laid_out_on_a_mesh():
     same(model.params, jf.load(GOLDEN / "llama").params)
 
 
+ENCODERS = ("bert", "roberta", "distilbert")
+
 # Which family is written ----------------------------------------------------------------------------------------------
 
 
 def test_the_presets_are_what_the_families_say():
-    for name in ("gpt2", "gpt2_tiny", "llama", "llama_tiny", "smollm2_135m", "t5", "t5_v1_1", "bart"):
+    for name in ("gpt2", "gpt2_tiny", "llama", "llama_tiny", "smollm2_135m", "t5", "t5_v1_1", "bart", *ENCODERS):
         config = jf.PRESETS[name]
         family = family_for(config)
         assert family.model_type == name.split("_")[0].replace("smollm2", "llama")

@@ -6,7 +6,9 @@ from typing import Any
 from jaxformer.config import Config
 from jaxformer.convert import (
     bart,
+    bert,
     bloom,
+    distilbert,
     gemma2,
     gemma3,
     gpt2,
@@ -21,6 +23,7 @@ from jaxformer.convert import (
     phi,
     qwen2,
     qwen3,
+    roberta,
     t5,
 )
 from jaxformer.convert.family import Family
@@ -43,6 +46,9 @@ _MODULES = (
     bart,
     mbart,
     marian,
+    bert,
+    roberta,
+    distilbert,
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

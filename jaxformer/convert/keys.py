@@ -118,6 +118,31 @@ def activation(*names: str, default: Any = REQUIRED) -> Key:
     return Key(names, read, written.__getitem__, default)
 
 
+LABELLED = ("classifier", "token_classifier")
+"""Heads that have classes."""
+
+
+def num_labels(source: Mapping[str, Any]) -> int:
+    """Return the number of classes of a classifier, which config.json says by their names, or not at all if it is 2."""
+    names = source.get("id2label")
+    if names is not None and not isinstance(names, Mapping):
+        raise ValueError(f"id2label={names!r} must be an object from numbers to names")
+    count = source.get("num_labels", 2) if names is None else len(names)
+    check_size("num_labels" if names is None else "the number of names in id2label", count)
+    return int(count)
+
+
+def labels(config: Config) -> Fields:
+    """Return the names of the classes, which are no part of a config: numbers, as the library makes them."""
+    names = [f"LABEL_{i}" for i in range(config.num_labels or 0)]
+    if not names:
+        return {}
+    return {
+        "id2label": {str(i): name for i, name in enumerate(names)},
+        "label2id": {name: i for i, name in enumerate(names)},
+    }
+
+
 def check_refused(source: Mapping[str, Any], only: Mapping[str, Any]) -> None:
     """Refuse a key that says something else than the one value that is understood.
 

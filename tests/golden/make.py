@@ -25,6 +25,14 @@ ref.npz of an encoder-decoder:
     left_logits [P V], left_memory [T-5 D]      of the first one; positions count from the row's begin, as the library's
     right_ids, right_mask, right_logits, right_memory           padding right
     greedy_ids [1 1+new]             the continuation of the token that target texts begin with
+
+ref.npz of an encoder, in the folder `encoders`:
+    ids, types [1 T]                 types of tokens, where the model has them
+    logits [1 ...]                   what the head makes of ids
+    hidden [L+1 1 T D]               the residual stream before each layer, and after the last
+    left_ids, left_types, left_mask [2 T]       two texts, padding left; the second is ids
+    left_logits [...]                of the first one; only its tokens, where there are logits for each
+    right_...                        padding right
 """
 
 import sys
@@ -141,6 +149,33 @@ ENCODER_DECODERS = {
     "mbart": ("MBart", BART | {"scale_embedding": True}),
     "marian": ("Marian", BART | MARIAN | {"scale_embedding": True}),
 }
+BERT = {
+    "vocab_size": V,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": 32,
+}
+ROBERTA = BERT | {"max_position_embeddings": 34, "type_vocab_size": 1, "pad_token_id": 1, "layer_norm_eps": 1e-5}
+DISTILBERT = {
+    "vocab_size": V,
+    "dim": 24,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 40,
+    "max_position_embeddings": 32,
+}
+ENCODERS = {
+    "bert": ("Bert", "ForMaskedLM", BERT),
+    "bert_model": ("Bert", "Model", BERT),
+    "bert_classes": ("Bert", "ForSequenceClassification", BERT | {"num_labels": 3}),
+    "bert_tokens": ("Bert", "ForTokenClassification", BERT | {"num_labels": 4}),
+    "roberta": ("Roberta", "ForMaskedLM", ROBERTA),
+    "roberta_classes": ("Roberta", "ForSequenceClassification", ROBERTA | {"num_labels": 3}),
+    "distilbert": ("DistilBert", "ForMaskedLM", DISTILBERT),
+}
+"""Name -> prefix and suffix of the model's class, and the fields of its config."""
 
 
 def redraw(model, seed):
@@ -245,14 +280,54 @@ def encoder_decoder(name, folder):
     return ref
 
 
+@torch.no_grad()
+def encoder(name, folder):
+    kind, suffix, fields = ENCODERS[name]
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    config._attn_implementation = "eager"
+    seed = SEED + sum(map(ord, name))
+    torch.manual_seed(seed)
+    model = getattr(transformers, kind + suffix)(config).eval()
+    redraw(model, seed)
+    draw = np.random.default_rng(seed)
+    # Ids 0 to 3 are padding and the like, from which one of the models makes positions.
+    ids, short = draw.integers(4, V, size=(1, T)), draw.integers(4, V, size=T - 5)
+    has_types = getattr(config, "type_vocab_size", 0) > 1
+
+    def run(ids, mask):
+        options = {"input_ids": ids, "attention_mask": mask} | ({"token_type_ids": ids % 2} if has_types else {})
+        if kind != "DistilBert":
+            rows = 2 if kind == "Roberta" else 0
+            options["position_ids"] = np.maximum(mask.cumsum(1) - 1, 0) + rows
+        elif not mask[:, 0].all():  # which has positions of the row's begin only
+            return None
+        out = model(**{key: torch.from_numpy(x) for key, x in options.items()}, output_hidden_states=True)
+        return (out.pooler_output if suffix == "Model" else out.logits).numpy(), out.hidden_states
+
+    logits, hidden = run(ids, np.ones_like(ids))
+    ref = {"ids": ids, "logits": logits, "hidden": np.stack([x.numpy() for x in hidden])}
+    for side in ("left", "right"):
+        padded_ids, mask = padded([short, ids[0]], left=side == "left")
+        found = run(padded_ids, mask)
+        if found is not None:
+            of_short = found[0][0] if found[0].ndim == 2 else found[0][0][mask[0] == 1]
+            ref |= {f"{side}_ids": padded_ids, f"{side}_mask": mask, f"{side}_logits": of_short}
+    if has_types:
+        ref |= {key.replace("ids", "types"): x % 2 for key, x in ref.items() if key.endswith("ids")}
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return ref
+
+
 def main(folder, names):
-    for name in names or [*DECODERS, *ENCODER_DECODERS]:
-        target = folder / name
-        ref = (decoder if name in DECODERS else encoder_decoder)(name, target)
+    for name in names or [*DECODERS, *ENCODER_DECODERS, *ENCODERS]:
+        make = decoder if name in DECODERS else encoder_decoder if name in ENCODER_DECODERS else encoder
+        target = folder / "encoders" / name if make is encoder else folder / name
+        ref = make(name, target)
         small = {key: x.astype(np.int16) if x.dtype == np.int64 else x for key, x in ref.items()}
         np.savez_compressed(target / "ref.npz", **small)
         size = sum(file.stat().st_size for file in target.iterdir())
-        print(f"{name:16} {size / 1000:6.1f} KB, logits {ref['logits'].std():.2f}, {ref['greedy_ids'][0, PROMPT:]}")
+        last = ref.get("greedy_ids", ref["ids"])[0, PROMPT:]
+        print(f"{name:16} {size / 1000:6.1f} KB, logits {ref['logits'].std():.2f}, {last}")
 
 
 if __name__ == "__main__":
