@@ -7,14 +7,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxformer import attention, heads, losses, optim, sampling, sharding, trees
-from jaxformer.cache import init_cache
+from jaxformer.cache import cache_bytes, init_cache
 from jaxformer.config import Config
 from jaxformer.encoder_decoder import EncoderDecoder
-from jaxformer.generate import Generation, generate, stream
+from jaxformer.generate import Generation, generate, pad_prompts, stream
 from jaxformer.masks import Mask
 from jaxformer.models import Decoder, Encoder, build
 from jaxformer.presets import PRESETS
 from jaxformer.rotary import Rotary
+from jaxformer.score import Score, score, score_long
 
 if TYPE_CHECKING:
     from jaxformer import checkpoint, corpus, data, pretrained, tokenizers, train
@@ -33,9 +34,11 @@ __all__ = [
     "Mask",
     "Pretrained",
     "Rotary",
+    "Score",
     "TrainState",
     "attention",
     "build",
+    "cache_bytes",
     "checkpoint",
     "corpus",
     "data",
@@ -50,9 +53,12 @@ __all__ = [
     "make_eval_step",
     "make_train_step",
     "optim",
+    "pad_prompts",
     "pretrained",
     "sampling",
     "save",
+    "score",
+    "score_long",
     "sharding",
     "stream",
     "tokenizers",

@@ -1,252 +1,259 @@
-"""Decoding: one pass over the prompt, then one token after another over a cache.
+"""Continuing texts: what is asked for is checked here, before anything is traced, and run by `decoding`.
 
-    cache, token = prefill(prompt)
-    repeat: logits, cache = model(token, cache);  token ~ transform(logits)
-
-The repeat is one compiled `lax.scan`. Prompts of unequal length share a batch by their positions: -1 is padding, on
-either side, and the first real token of a row stands at position 0.
+Prompts of unequal length share a batch by their positions: -1 is padding, on either side, and the first real token of a
+row stands at position 0.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Int, Key
 
 from jaxformer import sampling
-from jaxformer.cache import KINDS, Cache, init_cache
+from jaxformer.cache import KINDS, Cache
+from jaxformer.decoding import LOOPS, Choice, Generator, Prompt, State, decode, prefill, run
 from jaxformer.embeddings import check_ids, check_positions
-from jaxformer.models import Decoder
+from jaxformer.encoder_decoder import EncoderDecoder
 from jaxformer.trees import Leaf
 
+Ids = Int[Array | np.ndarray, "B P"]
+TargetIds = Int[Array | np.ndarray, "b T"]
 
-@partial(jax.tree_util.register_dataclass, data_fields=["ids", "lengths", "logprobs"], meta_fields=[])
+
+@partial(jax.tree_util.register_dataclass, data_fields=["ids", "lengths", "logprobs", "cache"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Generation:
     """What was generated.
 
     Attributes:
       ids: [B new] int32, the new tokens only; the end token is kept and padding follows it.
-      lengths: [B] int32, tokens of each row, the end token among them.
+      lengths: [B] int32, tokens of each row, the end among them.
       logprobs: [B new] float32, log-probability of each token under the model itself, before any transform; 0 in the
-        padding.
+        padding. NaN where the transforms left no token.
+      cache: of everything but the last token of each row, which the next prompt has to begin with; only if one was
+        given.
     """
 
     ids: Leaf
     lengths: Leaf
     logprobs: Leaf
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["cache", "token", "logprob", "position", "done", "step"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """Between two tokens: the newest token [B] is not in the cache yet; `done` rows have ended before it."""
-
-    cache: Cache
-    token: Leaf
-    logprob: Leaf
-    position: Leaf
-    done: Leaf
-    step: Leaf
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["transform", "key", "eos_ids", "pad_id"], meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class _Choice:
-    """How the next token is chosen; leaves of the compiled program, so that new values recompile nothing."""
-
-    transform: Leaf
-    key: Leaf
-    eos_ids: Leaf
-    pad_id: Leaf
-
-    def __call__(self, logits: Float[Array, "B V"], done: Array, step: Array) -> tuple[Array, Array]:
-        token = sampling.sample(jax.random.fold_in(self.key, step), logits, self.transform)
-        logprob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=-1)[:, 0]
-        return jnp.where(done, self.pad_id, token), jnp.where(done, 0.0, logprob)
+    cache: Cache | None = None
 
 
 def generate(
-    model: Decoder,
+    model: Generator,
     params: Any,
-    ids: Int[Array | np.ndarray, "B P"],
+    ids: Ids,
     *,
-    positions: Int[Array | np.ndarray, "B P"] | None = None,
+    positions: Ids | None = None,
+    target_ids: TargetIds | None = None,
+    target_positions: TargetIds | None = None,
     max_new_tokens: int,
     sampler: sampling.Transform = sampling.greedy,
     key: Key[Array, ""] | None = None,
     eos_id: int | Sequence[int] | None = None,
+    stop: Sequence[Sequence[int]] = (),
     pad_id: int | None = None,
+    num_samples: int = 1,
     cache_kind: str = "dense",
+    cache: Cache | None = None,
+    loop: str = "while",
 ) -> Generation:
     """Continues each row of a batch of prompts.
 
     A row's tokens do not depend on the other rows, on padding, or on the token ids stored in the padding.
 
     Args:
-      positions: of each prompt token; -1 is padding, left or right. None: the prompts are of one length. A row of
-        padding only is a filler: it generates nothing.
+      ids: the prompts; of an encoder-decoder the sources.
+      positions: of each token of `ids`; -1 is padding, left or right. None: the rows are of one length, and go on from
+        the cache if there is one. A row of padding only is a filler: it generates nothing.
+      target_ids, target_positions: the beginning of an encoder-decoder's target, as a rule one start token a row.
       max_new_tokens: tokens to generate; prompt and new tokens together must fit the config's max_len.
       sampler: transform of logits, see `sampling`; the token is drawn from what it leaves.
-      key: typed key of the draws; not needed by `sampling.greedy`.
+      key: typed key of the draws; not needed where the sampler is greedy.
       eos_id: the token, or tokens, that end a row; one in the prompt ends nothing.
+      stop: runs of tokens that end a row once its new tokens end with one of them; they are kept.
       pad_id: stands after the end; None: the (first) end token.
+      num_samples: rows that continue each prompt, which is run once; the rows of a prompt follow each other.
       cache_kind: key of `cache.KINDS`.
+      cache: of earlier turns, with room for the prompt and the new tokens; it is not changed. Its model is a decoder.
+        Transforms see the text from this prompt on.
+      loop: key of `decoding.LOOPS`; scan takes every step, so that there is a gradient, and while ends with the last
+        row.
 
     Raises:
       ValueError: before anything is traced, for ids or end tokens outside of the vocabulary, prompt and new tokens over
-        max_len, positions that do not fit, or a missing key.
-      KeyError: an unknown cache kind.
+        max_len or the cache's capacity, positions that do not fit, a target where there is none, or a missing key.
+      KeyError: an unknown kind of cache or of loop.
     """
-    state, choice = _start(model, params, ids, positions, max_new_tokens, sampler, key, eos_id, pad_id, cache_kind)
-    _, tokens, logprobs, live = _decode(model, params, state, choice, steps=max_new_tokens - 1)
-    return Generation(tokens, live.sum(axis=1), logprobs)
+    if loop not in LOOPS:
+        raise KeyError(f"loop={loop!r} is unknown; choose one of {list(LOOPS)}")
+    if type(num_samples) is not int or num_samples < 1:
+        raise ValueError(f"num_samples={num_samples} must be an integer of at least 1")
+    prompt = _prompt(model, ids, positions, target_ids, target_positions, cache)
+    _check_room(model, prompt, max_new_tokens, cache_kind, cache)
+    choice = _choice(_vocab_size(model), sampler, key, eos_id, stop, pad_id)
+    how: dict[str, Any] = {"new": max_new_tokens, "cache_kind": cache_kind, "num_samples": num_samples, "loop": loop}
+    state, (tokens, logprobs, live) = run(model, params, prompt, choice, cache, **how)
+    return Generation(tokens, live.sum(axis=1), logprobs, None if cache is None else state.cache)
 
 
 def stream(
-    model: Decoder,
+    model: Generator,
     params: Any,
-    ids: Int[Array | np.ndarray, "B P"],
+    ids: Ids,
     *,
-    positions: Int[Array | np.ndarray, "B P"] | None = None,
+    positions: Ids | None = None,
+    target_ids: TargetIds | None = None,
+    target_positions: TargetIds | None = None,
     max_new_tokens: int,
     sampler: sampling.Transform = sampling.greedy,
     key: Key[Array, ""] | None = None,
     eos_id: int | Sequence[int] | None = None,
+    stop: Sequence[Sequence[int]] = (),
     pad_id: int | None = None,
     cache_kind: str = "dense",
 ) -> Iterator[np.ndarray]:
     """Yields the tokens [B] of `generate`, each as soon as it is known; ends early when every row has ended."""
-    state, choice = _start(model, params, ids, positions, max_new_tokens, sampler, key, eos_id, pad_id, cache_kind)
+    prompt = _prompt(model, ids, positions, target_ids, target_positions, None)
+    _check_room(model, prompt, max_new_tokens, cache_kind, None)
+    choice = _choice(_vocab_size(model), sampler, key, eos_id, stop, pad_id)
+    state = prefill(model, params, prompt, choice, new=max_new_tokens, cache_kind=cache_kind, num_samples=1)
     # A generator of its own: what is wrong with the arguments is raised by the call and not by the first token.
     return _tokens(model, params, state, choice, max_new_tokens)
 
 
-def _tokens(model: Decoder, params: Any, state: _State, choice: _Choice, max_new_tokens: int) -> Iterator[np.ndarray]:
-    eos_ids = np.asarray(choice.eos_ids)
+def _tokens(model: Generator, params: Any, state: State, choice: Choice, max_new_tokens: int) -> Iterator[np.ndarray]:
     for left in reversed(range(max_new_tokens)):
-        token, done = np.asarray(state.token), np.asarray(state.done)
-        yield token
-        if left == 0 or (done | np.isin(token, eos_ids)).all():
+        yield np.asarray(state.token)
+        if left == 0 or np.asarray(state.ended(choice)).all():
             return
-        state, *_ = _decode(model, params, state, choice, steps=1)
+        state, _ = decode(model, params, state, choice, steps=1)
 
 
-def _start(
-    model: Decoder,
-    params: Any,
-    ids: Any,
-    positions: Any,
-    max_new_tokens: int,
-    sampler: sampling.Transform,
-    key: Any,
-    eos_id: int | Sequence[int] | None,
-    pad_id: int | None,
-    cache_kind: str,
-) -> tuple[_State, _Choice]:
-    """Checks everything, runs the prompt and chooses the first token."""
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], *, multiple: int = 1, pad_id: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Puts prompts of unequal length into one batch: ids and positions [B P], with padding on the left.
+
+    Args:
+      multiple: P is the next multiple of it, so that prompts of similar length share one compiled program.
+
+    Raises:
+      ValueError: no prompts, or an empty one.
+    """
+    if not prompts or min(map(len, prompts)) < 1 or multiple < 1:
+        raise ValueError("there must be a prompt, each of at least one token, and multiple must be at least 1")
+    width = -(-max(map(len, prompts)) // multiple) * multiple
+    ids, positions = np.full((len(prompts), width), pad_id, np.int32), np.full((len(prompts), width), -1, np.int32)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        positions[row, width - len(prompt) :] = np.arange(len(prompt))
+    return ids, positions
+
+
+# Checks ---------------------------------------------------------------------------------------------------------------
+
+
+def _vocab_size(model: Generator) -> int:
+    """Returns the number of ids of the tokens that are generated."""
+    return model.config.of_decoder.vocab_size
+
+
+def _prompt(
+    model: Generator, ids: Any, positions: Any, target_ids: Any, target_positions: Any, cache: Cache | None
+) -> Prompt:
+    if isinstance(model, EncoderDecoder):
+        if target_ids is None or cache is not None:
+            raise ValueError(
+                "an encoder-decoder continues target_ids, as a rule one start token a row, [batch, 1], without a cache "
+                "of earlier turns; give target_ids"
+            )
+        source = _text(ids, positions, model.config.vocab_size)
+        prompt = _text(target_ids, target_positions, _vocab_size(model))
+        if source[0].shape[0] != prompt[0].shape[0]:
+            raise ValueError(f"there are {source[0].shape[0]} sources and {prompt[0].shape[0]} targets; one is of one")
+        return Prompt(*prompt, *source)
+    if target_ids is not None or target_positions is not None:
+        raise ValueError("only an encoder-decoder has a target; give the prompt as ids and positions")
+    start = None
+    if cache is not None:
+        if cache.positions.shape[0] != ids.shape[0]:
+            raise ValueError(f"the cache has {cache.positions.shape[0]} rows and ids have {ids.shape[0]}")
+        start = cache.positions.max(axis=1, keepdims=True) + 1
+    return Prompt(*_text(ids, positions, model.config.vocab_size, start))
+
+
+def _text(ids: Any, positions: Any, vocab_size: int, start: Array | None = None) -> tuple[Any, Array]:
+    """Returns ids and positions of a text that goes on at `start` [B 1], or begins."""
     # Checked before JAX sees them: it cuts 64 bits down to 32 in silence.
     ids = ids if isinstance(ids, jax.Array) else np.asarray(ids)
-    check_ids(ids, model.config.vocab_size)
-    _check_room(model, ids.shape[1], max_new_tokens, cache_kind)
-    positions = _check_positions(model, positions, ids.shape, max_new_tokens)
+    check_ids(ids, vocab_size)
+    if positions is None:
+        index = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        return ids, index if start is None else start + index
+    positions = jnp.asarray(positions)
+    if positions.shape != ids.shape or not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(
+            f"positions are {positions.dtype}{list(positions.shape)}; they must be integers of ids' shape "
+            f"{list(ids.shape)}, with -1 for padding"
+        )
+    if not isinstance(positions, jax.core.Tracer) and int(positions.min()) < -1:
+        raise ValueError(f"position {int(positions.min())} is below -1; positions count from 0, and -1 is padding")
+    return ids, positions
+
+
+def _check_room(model: Generator, prompt: Prompt, new: Any, cache_kind: str, cache: Cache | None) -> None:
+    if type(new) is not int or new < 1:
+        raise ValueError(f"max_new_tokens={new} must be an integer of at least 1")
+    if cache_kind not in KINDS:
+        raise KeyError(f"cache kind {cache_kind!r} is unknown; choose one of {list(KINDS)}")
+    length, most = prompt.ids.shape[1], model.config.max_len
+    if length + new > most:
+        raise ValueError(
+            f"a prompt of {length} and {new} new tokens are {length + new}, over the context of max_len={most}; "
+            "shorten the prompt or ask for fewer tokens"
+        )
+    if cache is not None and not cache.is_ring and not isinstance(cache.length, jax.core.Tracer):
+        # The last token is chosen and not read.
+        needed = int(cache.length) + length + new - 1
+        if needed > cache.capacity:
+            raise ValueError(
+                f"the cache holds {int(cache.length)} tokens; a prompt of {length} and {new} new tokens need "
+                f"{needed} slots, over its capacity of {cache.capacity}; make it larger with init_cache"
+            )
+    if model.config.positions == "learned":
+        check_positions(prompt.positions + new, most)
+        if prompt.source_positions is not None:
+            check_positions(prompt.source_positions, most)
+
+
+def _choice(vocab_size: int, sampler: Any, key: Any, eos_id: Any, stop: Any, pad_id: int | None) -> Choice:
     eos_ids = [] if eos_id is None else np.ravel(eos_id).tolist()
     pad_id = (eos_ids or [0])[0] if pad_id is None else pad_id
-    for name, token in (*(("eos_id", token) for token in eos_ids), ("pad_id", pad_id)):
-        if not isinstance(token, int) or not 0 <= token < model.config.vocab_size:
-            raise ValueError(f"{name}={token} is outside of the vocabulary of {model.config.vocab_size}")
-    if key is None and not isinstance(sampler, sampling.Greedy):
+    named = [*(("eos_id", token) for token in eos_ids), ("pad_id", pad_id)]
+    for name, token in [*named, *(("stop", token) for tokens in stop for token in tokens)]:
+        if not isinstance(token, int | np.integer) or not 0 <= token < vocab_size:
+            raise ValueError(f"{name}={token} is outside of the vocabulary of {vocab_size}")
+    if not all(len(tokens) for tokens in stop):
+        raise ValueError(f"stop={stop} holds an empty run, which every text ends with")
+    if key is None and sampling.needs_key(sampler):
         raise ValueError(f"{sampler} needs a key; pass key=jax.random.key(seed), or sampler=sampling.greedy")
     if key is not None and not (jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key) and key.ndim == 0):
         raise ValueError(
             f"key is {jnp.result_type(key)}{list(jnp.shape(key))}; pass one typed key, jax.random.key(seed)"
         )
-    choice = _Choice(
+    longest = max(map(len, stop), default=0)
+    stops = [[-1] * (longest - len(tokens)) + list(tokens) for tokens in stop]
+    return Choice(
         sampling.as_pytree(sampler),
         jax.random.key(0) if key is None else key,
         jnp.asarray(eos_ids, jnp.int32),
+        jnp.asarray(stops, jnp.int32) if stops else None,
         jnp.asarray(pad_id, jnp.int32),
     )
-    capacity = ids.shape[1] + max_new_tokens
-    return _prefill(model, params, ids, positions, choice, capacity=capacity, cache_kind=cache_kind), choice
-
-
-def _check_positions(model: Decoder, positions: Any, shape: tuple[int, ...], max_new_tokens: int) -> Array:
-    if positions is None:
-        return jnp.broadcast_to(jnp.arange(shape[1]), shape)
-    positions = jnp.asarray(positions)
-    if positions.shape != shape or not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ValueError(
-            f"positions are {positions.dtype}{list(positions.shape)}; they must be integers of ids' shape "
-            f"{list(shape)}, with -1 for padding"
-        )
-    if not isinstance(positions, jax.core.Tracer) and int(positions.min()) < -1:
-        raise ValueError(f"position {int(positions.min())} is below -1; positions count from 0, and -1 is padding")
-    if model.config.positions == "learned":
-        check_positions(positions + max_new_tokens, model.config.max_len)
-    return positions
-
-
-def _check_room(model: Decoder, prompt: int, max_new_tokens: int, cache_kind: str) -> None:
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be an integer of at least 1")
-    if cache_kind not in KINDS:
-        raise KeyError(f"cache kind {cache_kind!r} is unknown; choose one of {list(KINDS)}")
-    total, most = prompt + max_new_tokens, model.config.max_len
-    if total > most:
-        raise ValueError(
-            f"a prompt of {prompt} and {max_new_tokens} new tokens are {total}, over the context of max_len={most}; "
-            "shorten the prompt or ask for fewer tokens"
-        )
-
-
-@partial(jax.jit, static_argnames=("model", "capacity", "cache_kind"))
-def _prefill(
-    model: Decoder, params: Any, ids: Array, positions: Array, choice: _Choice, *, capacity: int, cache_kind: str
-) -> _State:
-    B = ids.shape[0]
-    # XLA's CPU backend turns a whole bfloat16 cache to float32 and back at each token: 120 ms, not 0.6, of 16384 slots.
-    dtype = "float32" if jax.default_backend() == "cpu" else None
-    cache = init_cache(model.config, B, capacity, dtype=dtype, kind=cache_kind)
-    apply: Callable[..., Any] = partial(model.apply, {"params": params})
-    x, cache = apply(ids, positions, cache=cache, method="hidden")
-    # Only the last real token of each row needs logits: [B 1 V] instead of [B P V].
-    last = positions.argmax(axis=1)
-    x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-    logits = apply(x, method="unembed")[:, 0]
-    position, step = positions.max(axis=1) + 1, jnp.zeros((), jnp.int32)
-    done = position == 0
-    token, logprob = choice(logits, done, step)
-    return _State(cache, token, logprob, position, done, step)
-
-
-@partial(jax.jit, static_argnames=("model", "steps"), donate_argnames="state")
-def _decode(
-    model: Decoder, params: Any, state: _State, choice: _Choice, *, steps: int
-) -> tuple[_State, Array, Array, Array]:
-    """Advances by `steps` tokens; returns also tokens, logprobs and liveness [B steps + 1], the old state's first."""
-    apply: Callable[..., Any] = partial(model.apply, {"params": params})
-
-    def advance(state: _State, _: None) -> tuple[_State, tuple[Array, Array, Array]]:
-        done = state.done | jnp.isin(state.token, choice.eos_ids)
-        # Rows that have ended write empty slots, so that nothing ever sees their padding.
-        position = jnp.where(done, -1, state.position)
-        logits, cache = apply(state.token[:, None], position[:, None], cache=state.cache)
-        token, logprob = choice(logits[:, 0], done, state.step + 1)
-        new = _State(cache, token, logprob, state.position + 1, done, state.step + 1)
-        return new, (token, logprob, ~done)
-
-    first = (state.token, state.logprob, ~state.done)
-    state, rest = jax.lax.scan(advance, state, None, length=steps)
-    tokens, logprobs, live = (
-        jnp.concatenate([head[:, None], tail.T], axis=1) for head, tail in zip(first, rest, strict=True)
-    )
-    return state, tokens, logprobs, live

@@ -12,9 +12,11 @@ import oracle
 import pytest
 
 import jaxformer as jf
+from jaxformer import decoding as program
+from jaxformer.decoding import Choice, Prompt
 from jaxformer.sampling import chain, temperature, top_k, top_p
 
-program = importlib.import_module("jaxformer.generate")  # jf.generate is the function of this name
+checks = importlib.import_module("jaxformer.generate")  # jf.generate is the function of this name
 KEY = jax.random.key(0)
 
 
@@ -98,6 +100,13 @@ REFUSED = {
         ValueError,
         "position 8 is beyond the learned table of max_len=8",
     ),
+    "a stop that is no token": ({"stop": [[1, 29]]}, ValueError, "stop=29 is outside of the vocabulary of 29"),
+    "an empty stop": ({"stop": [[1], []]}, ValueError, "holds an empty run, which every text ends with"),
+    "a target of a decoder": (
+        {"target_ids": jnp.zeros((1, 1), int)},
+        ValueError,
+        "only an encoder-decoder has a target",
+    ),
     "a cache of no kind": (
         {"cache_kind": "sparse"},
         KeyError,
@@ -116,17 +125,32 @@ def test_what_cannot_be_right_is_refused_by_the_call_before_anything_is_traced(c
     def traced(*_, **__):
         raise AssertionError("the arguments should have been refused before this")
 
-    for name in ("_prefill", "_decode"):
-        monkeypatch.setattr(program, name, traced)
+    for name in ("prefill", "run"):
+        monkeypatch.setattr(checks, name, traced)
     arguments = {"ids": jnp.zeros((1, 3), int), "max_new_tokens": 1} | change
     with pytest.raises(kind, match=message):
         call(made, params, **arguments)
 
 
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"loop": "for"}, KeyError, r"loop='for' is unknown; choose one of \['scan', 'while'\]"),
+        ({"num_samples": 0}, ValueError, "num_samples=0 must be an integer of at least 1"),
+        ({"num_samples": 1.5}, ValueError, "num_samples=1.5 must be an integer"),
+    ],
+)
+def test_ways_to_decode_that_do_not_exist_are_refused(change, kind, message, unchecked):
+    made, params = model()
+    with pytest.raises(kind, match=message):
+        jf.generate(made, params, draw.ids(1, 3), max_new_tokens=2, **change)
+
+
 def test_new_prompts_keys_and_temperatures_compile_nothing_new():
     made, params = model(max_len=24)
-    program._prefill.clear_cache()
-    program._decode.clear_cache()
+    compiled = (program.run, program.prefill, program.decode)
+    for function in compiled:
+        function.clear_cache()
     ends = jnp.arange(3)
     for seed, t, p, end in [(0, 0.5, 0.9, 3), (1, 1.0, 0.8, 4), (2, 2, 1, 0)]:
         sampler = chain(temperature(t), top_k(5), top_p(p))
@@ -140,11 +164,11 @@ def test_new_prompts_keys_and_temperatures_compile_nothing_new():
             eos_id=end,
             pad_id=int(ends[seed]),
         )
-    assert (program._prefill._cache_size(), program._decode._cache_size()) == (1, 1)
+    assert program.run._cache_size() == 1
     options = {"positions": jnp.asarray([[-1, 0, 1, 2, 3], [0, 1, 2, 3, -1]]), "eos_id": 1}
     list(jf.stream(made, params, draw.ids(2, 5), max_new_tokens=6, sampler=sampler, key=KEY, **options))
-    # A stream prepares as generate does, and advances by one token with one program for all of them.
-    assert (program._prefill._cache_size(), program._decode._cache_size()) == (1, 2)
+    # A stream runs the prompt with one program, and advances by one token with another for all of them.
+    assert [function._cache_size() for function in compiled] == [1, 1, 1]
 
 
 def test_generation_works_inside_of_jit():
@@ -169,21 +193,22 @@ def test_an_id_outside_the_vocabulary_under_jit_gives_nan_and_never_another_toke
     np.testing.assert_array_equal(np.isnan(result.logprobs).all(axis=1), [True, False, True])
 
 
-def compiled_decode(capacity, **fields):
+def compiled_decode(capacity, loop="scan", kind="dense", **fields):
     made = jf.build(draw.tiny(max_len=capacity, **fields))
     ids = jax.ShapeDtypeStruct((2, 3), "int32")
 
     def start(ids):
         params = made.init(jax.random.key(0), ids)["params"]
-        choice = program._Choice(jf.sampling.greedy, KEY, jnp.asarray([3]), jnp.asarray(3))
-        state = program._prefill(made, params, ids, ids, choice, capacity=capacity, cache_kind="dense")
+        choice = Choice(jf.sampling.greedy, KEY, jnp.asarray([3]), jnp.asarray([[-1, 3], [4, 5]]), jnp.asarray(3))
+        new = capacity - ids.shape[1]
+        state = program.prefill(made, params, Prompt(ids, ids), choice, new=new, cache_kind=kind, num_samples=1)
         return params, state, choice
 
     params, state, choice = jax.eval_shape(start, ids)
-    return program._decode.lower(made, params, state, choice, steps=8).compile(), state
+    return program.decode.lower(made, params, state, choice, steps=8, loop=loop).compile(), state
 
 
-@pytest.mark.parametrize("fields", [{}, {"scan_layers": True}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("fields", [{}, {"scan_layers": True}, {"dtype": "bfloat16"}, {"loop": "while"}])
 def test_the_cost_of_a_token_does_not_grow_with_the_capacity(fields):
     """The cache is changed where it lies, and nothing of its size is made besides: no copy and no conversion."""
     compiled, state = compiled_decode(4096, **fields)
@@ -202,5 +227,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_capacity(fields):
 
 def test_the_cache_has_room_for_the_prompt_and_the_new_tokens_and_no_more():
     made, params = model(max_len=24)
-    state, _ = program._start(made, params, draw.ids(2, 5), None, 6, jf.sampling.greedy, None, None, None, "dense")
+    prompt = checks._prompt(made, draw.ids(2, 5), None, None, None, None)
+    choice = checks._choice(29, jf.sampling.greedy, None, None, (), None)
+    state = program.prefill(made, params, prompt, choice, new=6, cache_kind="dense", num_samples=1)
     assert state.cache.capacity == 11

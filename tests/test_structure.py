@@ -19,7 +19,7 @@ ATTENTION = (
 )
 FAMILIES = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_neox", "gptj", "phi", "opt", "bloom"),
-    *("mpt", "t5", "bart", "mbart", "marian"),
+    *("mpt", "t5", "bart", "mbart", "marian", "bert", "roberta", "distilbert"),
 )
 LEVELS = [
     [
@@ -36,9 +36,9 @@ LEVELS = [
         "sharding",
     ],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
-    ["losses", "sampling", "optim"],
+    ["losses", "history", "transforms", "penalties", "sampling", "optim"],
     ["layers", "positions", "biases", "embeddings", "heads", "multi_head", "blocks", "encoder_decoder", "models"],
-    ["generate", "corpus", "tokenizers", "data", "train", "checkpoint"],
+    ["decoding", "generate", "score", "corpus", "tokenizers", "data", "train", "checkpoint"],
     ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
     ["convert.gguf_config", "convert.from_gguf", "convert.gguf_tokenizer"],
     [
