@@ -29,6 +29,7 @@ LETTER_AXES: dict[str, tuple[str, ...]] = {
     "F": ("tensor",),
     "V": ("tensor",),
     "T": (),
+    "A": (),
     "H": (),
     "L": (),
     "P": (),
@@ -42,7 +43,7 @@ LETTER_AXES: dict[str, tuple[str, ...]] = {
 RULES: tuple[tuple[str, str], ...] = (
     (r"(target_)?embed/token/embedding", "VE"),
     (r"(target_)?embed/position/embedding", "PE"),
-    (r"(target_)?embed/type/embedding", "TE"),
+    (r"(target_)?embed/type/embedding", "AE"),
     (r"(target_)?embed/norm/(scale|bias)", "E"),
     (r"(target_)?embed/proj/kernel", "ED"),
     (r"(target_)?embed/proj/bias", "D"),

@@ -127,6 +127,7 @@ def test_what_decays_is_all_that_multiplies_tokens_whether_layers_are_stacked_or
     projections = {f"{kind}_proj" for kind in ("q", "k", "v", "o", "up", "down")}
     config = jf.PRESETS[name]
     head = set() if config.tie_embeddings else {"lm_head"}
+    head |= {"transform_proj"} if config.head == "masked_lm" else set()
     assert roles == projections | ({"gate_proj"} if config.gated else set()) | head
     stacked = jax.eval_shape(stack_layers, loop)
     again = decay_mask(stacked)
