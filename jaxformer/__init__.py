@@ -17,7 +17,8 @@ from jaxformer.presets import PRESETS
 from jaxformer.rotary import Rotary
 
 if TYPE_CHECKING:
-    from jaxformer import checkpoint, corpus, data, pretrained, tokenizers, train
+    from jaxformer import checkpoint, corpus, data, inspection, pretrained, tokenizers, train
+    from jaxformer.inspection import Inspection, inspect
     from jaxformer.pretrained import Pretrained, load, save
     from jaxformer.train import TrainState, evaluate, fit, init_state, make_eval_step, make_train_step
 
@@ -30,6 +31,7 @@ __all__ = [
     "Encoder",
     "EncoderDecoder",
     "Generation",
+    "Inspection",
     "Mask",
     "Pretrained",
     "Rotary",
@@ -45,6 +47,8 @@ __all__ = [
     "heads",
     "init_cache",
     "init_state",
+    "inspect",
+    "inspection",
     "load",
     "losses",
     "make_eval_step",
@@ -60,8 +64,9 @@ __all__ = [
     "trees",
 ]
 
-_LAZY_MODULES = ("checkpoint", "corpus", "data", "pretrained", "tokenizers", "train")
+_LAZY_MODULES = ("checkpoint", "corpus", "data", "inspection", "pretrained", "tokenizers", "train")
 _LAZY_NAMES = {
+    "inspection": ("Inspection", "inspect"),
     "train": ("TrainState", "evaluate", "fit", "init_state", "make_eval_step", "make_train_step"),
     "pretrained": ("Pretrained", "load", "save"),
 }
