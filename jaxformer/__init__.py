@@ -18,7 +18,8 @@ from jaxformer.rotary import Rotary
 from jaxformer.score import Score, score, score_long
 
 if TYPE_CHECKING:
-    from jaxformer import checkpoint, corpus, data, pretrained, tokenizers, train
+    from jaxformer import checkpoint, corpus, data, inspection, pretrained, tokenizers, train
+    from jaxformer.inspection import Inspection, inspect
     from jaxformer.pretrained import Pretrained, load, save
     from jaxformer.train import TrainState, evaluate, fit, init_state, make_eval_step, make_train_step
 
@@ -31,6 +32,7 @@ __all__ = [
     "Encoder",
     "EncoderDecoder",
     "Generation",
+    "Inspection",
     "Mask",
     "Pretrained",
     "Rotary",
@@ -48,6 +50,8 @@ __all__ = [
     "heads",
     "init_cache",
     "init_state",
+    "inspect",
+    "inspection",
     "load",
     "losses",
     "make_eval_step",
@@ -66,8 +70,9 @@ __all__ = [
     "trees",
 ]
 
-_LAZY_MODULES = ("checkpoint", "corpus", "data", "pretrained", "tokenizers", "train")
+_LAZY_MODULES = ("checkpoint", "corpus", "data", "inspection", "pretrained", "tokenizers", "train")
 _LAZY_NAMES = {
+    "inspection": ("Inspection", "inspect"),
     "train": ("TrainState", "evaluate", "fit", "init_state", "make_eval_step", "make_train_step"),
     "pretrained": ("Pretrained", "load", "save"),
 }

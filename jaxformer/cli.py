@@ -1,6 +1,7 @@
-"""The command line: `jaxformer generate RUN_FOLDER "prompt"`."""
+"""The command line: `jaxformer generate RUN_FOLDER "prompt"` and `jaxformer inspect PATH`."""
 
 import dataclasses
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,12 +10,16 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rich
 import tyro
+from rich.markup import escape
+from rich.table import Table
 
 from jaxformer import sampling
 from jaxformer.checkpoint import Checkpointer
 from jaxformer.config import Config
 from jaxformer.generate import stream
+from jaxformer.inspection import Inspection, inspect
 from jaxformer.models import Decoder
 from jaxformer.tokenizers import Tokenizer
 
@@ -61,6 +66,59 @@ class Generate:
         print(text.flush())
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspect:
+    """Say what a published model's files hold; no weights are read. Status 1 if they do not fit each other."""
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """Folder with config.json and weights, or a .gguf file."""
+    json: bool = False
+    """Print one JSON object instead of tables."""
+
+    def __call__(self) -> None:
+        """Prints the config, the parameters, and what does not fit them."""
+        found = inspect(self.path)
+        if self.json:
+            print(json.dumps(_as_json(found), indent=2))
+        else:
+            _print_tables(found)
+        if found.problems:
+            sys.exit(1)
+
+
+def _as_json(found: Inspection) -> dict[str, Any]:
+    content = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    return content | {
+        "path": str(found.path),
+        "config": None if found.config is None else found.config.to_dict(),
+        "tensors": {name: header._asdict() for name, header in found.tensors.items()},
+        "parameters": [dataclasses.asdict(parameter) for parameter in found.parameters],
+        "count": found.count,
+        "bytes_on_disk": found.bytes_on_disk,
+        "bytes_in_memory": {dtype: found.bytes_in_memory(dtype) for dtype in ("float32", "bfloat16")},
+    }
+
+
+def _print_tables(found: Inspection) -> None:
+    if found.parameters:
+        table = Table("parameter", "shape", "type in the file", "numbers")
+        table.columns[3].justify = "right"
+        for one in found.parameters:
+            table.add_row(one.path, str(one.shape), one.dtype or ("0" if one.tensor is None else "?"), f"{one.count:,}")
+    else:
+        table = Table("tensor", "shape", "type")
+        for name, header in found.tensors.items():
+            table.add_row(escape(name), str(header.shape), header.dtype)
+    rich.print(table)
+    rich.print({"family": found.family, "tokenizer": found.tokenizer, **found.changes})
+    sizes = ", ".join(f"{found.bytes_in_memory(dtype):,} as {dtype}" for dtype in ("float32", "bfloat16"))
+    print(f"{found.count:,} parameters; bytes: {found.bytes_on_disk:,} on disk, {sizes}")
+    for name in found.ignored:
+        print(f"ignored: {name!r}")
+    for problem in found.problems:
+        print(f"problem: {problem}")
+
+
 def load_run(folder: Path) -> tuple[Decoder, Any, Tokenizer]:
     """Returns model, parameters and tokenizer of a run's newest checkpoint.
 
@@ -83,7 +141,7 @@ def load_run(folder: Path) -> tuple[Decoder, Any, Tokenizer]:
         return model, checkpointer.restore_params(shapes), tokenizer
 
 
-COMMANDS: dict[str, Callable[..., Generate]] = {"generate": Generate}
+COMMANDS: dict[str, Callable[..., Generate | Inspect]] = {"generate": Generate, "inspect": Inspect}
 
 
 def main() -> None:

@@ -128,7 +128,7 @@ def _load_folder(path: Path, head: str | None, dtype: str | None, mesh: Mesh | N
     said = path / "config.json"
     family, config = _read_config(said, json_object(str(said), bytes(map_file(said))), head)
     params = _read_params(path, family, config, safetensors.load(path), _placed(config, dtype, mesh))
-    return _pretrained(config, params, _load_tokenizer(path / "tokenizer.json") if tokenizer else None)
+    return _pretrained(config, params, load_tokenizer(path / "tokenizer.json") if tokenizer else None)
 
 
 def _load_gguf(path: Path, head: str | None, dtype: str | None, mesh: Mesh | None, tokenizer: bool) -> Pretrained:
@@ -173,7 +173,12 @@ def _placed(config: Config, dtype: str | None, mesh: Mesh | None) -> Callable[[s
     return put
 
 
-def _load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Any:
+    """Read a tokenizer.json; None where there is none.
+
+    Raises:
+      ValueError: it is there, and the `tokenizers` library refuses it.
+    """
     if not path.exists():
         return None
     import tokenizers

@@ -39,11 +39,14 @@ LEVELS = [
     ["losses", "history", "transforms", "penalties", "sampling", "optim"],
     ["layers", "positions", "biases", "embeddings", "heads", "multi_head", "blocks", "encoder_decoder", "models"],
     ["decoding", "generate", "score", "corpus", "tokenizers", "data", "train", "checkpoint"],
-    ["convert", "convert.files", "convert.safetensors", "convert.gguf", "convert.pickles", "convert.torch_file"],
+    [
+        *("convert", "convert.files", "convert.shards", "convert.safetensors", "convert.gguf", "convert.pickles"),
+        "convert.torch_file",
+    ],
     ["convert.gguf_config", "convert.from_gguf", "convert.gguf_tokenizer"],
     [
         *(f"convert.{name}" for name in ("names", "tensors", "keys", "rope", "family", *FAMILIES, "families")),
-        "pretrained",
+        *("pretrained", "inspection"),
     ],
     ["cli"],
     ["jaxformer"],

@@ -10,9 +10,17 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _POINTER = b"version https://git-lfs"
+
+
+class Header(NamedTuple):
+    """What a file says of a tensor, without the tensor: its shape, the name of its type, and its bytes."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    size: int
 
 
 def map_file(path: str | Path) -> mmap.mmap:
@@ -69,6 +77,17 @@ def json_object(what: str, text: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{what} is a JSON {type(found).__name__} and not an object")
     return found
+
+
+def strings(what: str, value: Any) -> dict[str, str]:
+    """Return a dictionary of strings by strings.
+
+    Raises:
+      ValueError: anything else; the message starts with `what`.
+    """
+    if not isinstance(value, dict) or not all(isinstance(x, str) for pair in value.items() for x in pair):
+        raise ValueError(f"{what} must hold strings by strings and nothing else")
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

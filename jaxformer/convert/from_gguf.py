@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxformer.convert.files import Header
 from jaxformer.convert.gguf import GGUFFile
 from jaxformer.convert.gguf_config import ROPE_FACTORS, read_config
 
@@ -36,9 +37,31 @@ def as_folder(file: GGUFFile) -> tuple[dict[str, Any], Mapping[str, Weights]]:
         config says gives it when it is asked for.
     """
     config = read_config(file)
-    family = _FAMILIES[str(file.metadata["general.architecture"])]
-    names = _names(file, family, config.get("num_hidden_layers") or config["n_layer"])
+    names = _names(file, config)
+    if missing := [name for name in names.values() if name not in file.tensors]:
+        raise ValueError(f"{file.path} lacks {len(missing)} tensors: {', '.join(missing[:5])}")
+    if unknown := _unknown(file, names):
+        raise ValueError(f"{file.path} has {len(unknown)} tensors more than known: {', '.join(unknown[:5])}")
+    family = _family(file)
     return config, _Tensors(file, names, lambda name, weights: family.restore(name, weights, config))
+
+
+def headers(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, Header]:
+    """Return what the file says of its tensors, of which none is read.
+
+    Args:
+      config: as `gguf_config.read_config` makes it of the file.
+
+    Returns:
+      by Hugging Face's names, with the shapes that `as_folder` gives; tensors that have no such name by their own.
+    """
+    names = {name: own for name, own in _names(file, config).items() if own in file.tensors}
+    found = {}
+    for name, own in (names | {own: own for own in _unknown(file, names)}).items():
+        shape, kind, _, size = file.tensors[own]
+        is_turned = _family(file).restore is _inputs_first and name.endswith(_TURNED)
+        found[name] = Header(shape[::-1] if is_turned else shape, kind, size)
+    return found
 
 
 class _Tensors(Mapping[str, Weights]):
@@ -81,8 +104,11 @@ def _norms_from_zero(name: str, weights: Weights, config: Mapping[str, Any]) -> 
     return weights - np.float32(1) if name.endswith("norm.weight") else weights
 
 
+_TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+
 def _inputs_first(name: str, weights: Weights, config: Mapping[str, Any]) -> Weights:
-    return weights.T if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else weights
+    return weights.T if name.endswith(_TURNED) else weights
 
 
 # Names ----------------------------------------------------------------------------------------------------------------
@@ -135,14 +161,19 @@ _FAMILIES = {
 }
 
 
-def _names(file: GGUFFile, family: _Family, num_layers: int) -> dict[str, str]:
-    """Pairs Hugging Face's names with the file's, which must be all there and no others.
+def _family(file: GGUFFile) -> _Family:
+    return _FAMILIES[str(file.metadata["general.architecture"])]
+
+
+def _names(file: GGUFFile, config: Mapping[str, Any]) -> dict[str, str]:
+    """Pairs Hugging Face's names of the config's tensors with the file's, which may or may not be there.
 
     The `gguf` package knows the file's name for each of Hugging Face's; its tables are asked for layer 0 only, because
     they grow with the number of layers.
     """
     import gguf
 
+    family, num_layers = _family(file), config.get("num_hidden_layers") or config["n_layer"]
     numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(numbers[str(file.metadata["general.architecture"])], 1)
     suffixes = (".weight", ".bias")
@@ -150,14 +181,12 @@ def _names(file: GGUFFile, family: _Family, num_layers: int) -> dict[str, str]:
     for end in family.inner:
         first = str(table.get_name(f"{family.layer}0.{end}", suffixes))
         names |= {f"{family.layer}{i}.{end}": first.replace(".0.", f".{i}.", 1) for i in range(num_layers)}
-    if missing := [name for name in names.values() if name not in file.tensors]:
-        raise ValueError(f"{file.path} lacks {len(missing)} tensors: {', '.join(missing[:5])}")
     head = table.get_name(_HEAD, suffixes)
     if head in file.tensors:
         names[_HEAD] = str(head)
-    unknown = set(file.tensors) - set(names.values())
-    if family is _FAMILIES["llama"]:
-        unknown.discard(ROPE_FACTORS)  # the config tells of it
-    if unknown:
-        raise ValueError(f"{file.path} has {len(unknown)} tensors more than known: {', '.join(sorted(unknown)[:5])}")
     return names
+
+
+def _unknown(file: GGUFFile, names: Mapping[str, str]) -> list[str]:
+    known = {ROPE_FACTORS} if _family(file) is _FAMILIES["llama"] else set()  # the config tells of it
+    return sorted(set(file.tensors) - set(names.values()) - known)

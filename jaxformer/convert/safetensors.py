@@ -12,19 +12,20 @@ References:
 
 import json
 import math
-import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jaxformer.convert.files import json_object, map_file, replace_file
+from jaxformer.convert.files import Header, json_object, map_file, replace_file, strings
+from jaxformer.convert.shards import load_folder
 
+SINGLE = "model.safetensors"
+"""Name of a model's file, where there is one."""
 HEADER_LIMIT = 100_000_000
 """Bytes above which a header is refused, as in the reference implementation."""
 
@@ -48,9 +49,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 """The format's names of types."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_SINGLE = "model.safetensors"
 _METADATA = "__metadata__"
-_PLAIN = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
 _FIELDS = ("dtype", "shape", "data_offsets")
 
 
@@ -68,22 +67,17 @@ def load(path: str | Path) -> dict[str, NDArray[Any]]:
       ValueError: anything in a file or the index that is not as the format says, by the names of file and tensor; or a
         link that leads out of the folder (other than into the store of the Hugging Face cache).
     """
-    path = Path(path)
-    if not path.is_dir():
-        return _read(path)[0]
-    single, index = path / _SINGLE, path / f"{_SINGLE}.index.json"
-    if single.exists() and index.exists():
-        raise ValueError(f"{path} holds both {single.name} and {index.name}; remove the one that is out of date")
-    if index.exists():
-        return _read_shards(path, index)
-    if not single.exists():
-        raise FileNotFoundError(f"{path} holds neither {single.name} nor {index.name}")
-    return _read(_inside(path, single))[0]
+    return _load(Path(path), _view)
+
+
+def headers(path: str | Path) -> dict[str, Header]:
+    """Return what the files say of their tensors, of which none is read; see `load` for what is raised."""
+    return _load(Path(path), lambda what, data, entry: Header(entry.shape, entry.dtype.name, entry.end - entry.begin))
 
 
 def load_metadata(path: str | Path) -> dict[str, str]:
     """Return the strings that a file carries beside its tensors; see `load` for what is raised."""
-    return _read(Path(path))[1]
+    return _read(Path(path), _view)[1]
 
 
 def save(
@@ -109,7 +103,7 @@ def save(
       ValueError: a type or name that the format does not have, metadata that are not strings, or a file that would be
         taken for a second form of this model.
     """
-    path, metadata = Path(path), _strings("metadata", dict(metadata or {}))
+    path, metadata = Path(path), strings("metadata", dict(metadata or {}))
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} is less than 1; leave it out for one file")
     arrays = {name: _little_endian(name, np.asarray(tensor)) for name, tensor in tensors.items()}
@@ -142,7 +136,19 @@ class _Entry(NamedTuple):
     end: int
 
 
-def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
+_T = TypeVar("_T")
+_Make = Callable[[str, NDArray[np.uint8], _Entry], _T]
+"""Makes of a tensor's name for errors, the data and its entry what the caller asked for."""
+
+
+def _load(path: Path, make: _Make[_T]) -> dict[str, _T]:
+    def read(file: Path) -> dict[str, _T]:
+        return _read(file, make)[0]
+
+    return load_folder(path, SINGLE, read) if path.is_dir() else read(path)
+
+
+def _read(path: Path, make: _Make[_T]) -> tuple[dict[str, _T], dict[str, str]]:
     mapped = map_file(path)
     size = int.from_bytes(mapped[:8], "little")
     if size > HEADER_LIMIT:
@@ -150,18 +156,12 @@ def _read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     if size > len(mapped) - 8:
         raise ValueError(f"{path}: a header of {size} bytes does not fit in {len(mapped)}; the file is cut short")
     header = json_object(f"{path}: the header", mapped[8 : 8 + size])
-    metadata = _strings(f"{path}: {_METADATA}", header.pop(_METADATA, {}))
+    metadata = strings(f"{path}: {_METADATA}", header.pop(_METADATA, {}))
     entries = {name: _entry(f"{path}: tensor {name!r}", fields) for name, fields in header.items()}
     data = np.frombuffer(mapped, np.uint8)[8 + size :]
     entries = dict(sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)))
     _check_cover(path, entries, len(data))
-    return {name: _view(f"{path}: tensor {name!r}", data, entry) for name, entry in entries.items()}, metadata
-
-
-def _strings(what: str, value: Any) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(x, str) for pair in value.items() for x in pair):
-        raise ValueError(f"{what} must hold strings by strings and nothing else")
-    return value
+    return {name: make(f"{path}: tensor {name!r}", data, entry) for name, entry in entries.items()}, metadata
 
 
 def _are_sizes(value: Any) -> bool:
@@ -209,34 +209,6 @@ def _view(what: str, data: NDArray[np.uint8], entry: _Entry) -> NDArray[Any]:
     if entry.dtype == np.bool_ and content.max(initial=0) > 1:
         raise ValueError(f"{what} is BOOL, but holds bytes other than 0 and 1")
     return content.view(entry.dtype).reshape(entry.shape)
-
-
-def _read_shards(folder: Path, index: Path) -> dict[str, NDArray[Any]]:
-    content = json_object(str(index), bytes(map_file(_inside(folder, index))))
-    weight_map = _strings(f"{index}: weight_map", content.get("weight_map"))
-    tensors: dict[str, NDArray[Any]] = {}
-    for file in sorted(set(weight_map.values())):
-        if not _PLAIN.fullmatch(file):
-            raise ValueError(f"{index}: {file!r} is not a plain file name")
-        for name, tensor in _read(_inside(folder, folder / file))[0].items():
-            if name in tensors:
-                raise ValueError(f"{folder}: tensor {name!r} is both in {file} and in {weight_map[name]}")
-            if weight_map.get(name) != file:
-                raise ValueError(f"{index} does not say that tensor {name!r} is in {file}")
-            tensors[name] = tensor
-    for name, file in weight_map.items():
-        if name not in tensors:
-            raise ValueError(f"{index}: tensor {name!r} is not in {file}")
-    return tensors
-
-
-def _inside(folder: Path, file: Path) -> Path:
-    """Return the file if it lies in the folder, links followed; the Hugging Face cache links to its store of blobs."""
-    folder, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
-    stores = [folder] + [folder.parent.parent / "blobs"] * (folder.parent.name == "snapshots")
-    if not any(target.is_relative_to(store) for store in stores):
-        raise ValueError(f"{file} leads out of its folder, to {target}; put the file itself there")
-    return file
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

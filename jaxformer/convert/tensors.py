@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jaxformer.convert.names import Array, Names, Rule, side
 from jaxformer.models import build
 from jaxformer.trees import path_name, unstack_layers
 
-_FLOATS = tuple(np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
+FLOATS = tuple(np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
+"""Types that weights may have."""
 _HEAD = "lm_head/kernel"
 _EMBEDDING = "embed/token/embedding"
 
@@ -33,6 +34,42 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
         for path, shape in found.items()
         for i in range(side(path, config).num_layers if "layers_0" in path else 1)
     }
+
+
+class Match(NamedTuple):
+    """How the tensors of a file and the parameters of a model belong together, by their names alone.
+
+    Args:
+      taken: for each tensor that the model needs, there or not: its name, its rule, and its parameters' paths.
+      zeros: paths of parameters that are 0 and have no tensor.
+      embedding: name of the tensor that holds the token embeddings.
+      copies: names of tensors that must repeat it.
+      ignored: names of buffers, which hold no weights.
+      unexpected: names that a model of the config has no place for.
+    """
+
+    taken: list[tuple[str, Rule, list[str]]]
+    zeros: list[str]
+    embedding: str
+    copies: list[str]
+    ignored: list[str]
+    unexpected: list[str]
+
+
+def match_names(names: Names, config: Config, found: Collection[str]) -> Match:
+    """Find the place of each tensor of a file of which the names are given; files without a head may lack a prefix."""
+    prefix = names.prefix if any(name.startswith(names.prefix) for name in found) else ""
+    wanted, twins, taken = shapes(config), _embeddings(names, config, prefix), []
+    embedding = next((name for name in twins if name in found), twins[0])
+    for file, rule, paths in _entries(names, config, wanted):
+        file = prefix + file.removeprefix(names.prefix) if file.startswith(names.prefix) else file
+        taken.append((embedding if paths == [_EMBEDDING] else file, rule, paths))
+    left = sorted(set(found) - {file for file, *_ in taken})
+    ignored = [name for name in left if re.fullmatch(names.buffers, name.removeprefix(prefix))]
+    copies = [name for name in left if name in twins and name not in ignored]
+    unexpected = sorted(set(left) - {*ignored, *copies})
+    zeros = [path for path in _per_layer(names.zeros, config) if path in wanted]
+    return Match(taken, zeros, embedding, copies, ignored, unexpected)
 
 
 def to_params(
@@ -53,22 +90,19 @@ def to_params(
       ValueError: a tensor that is missing, that nobody asked for, that has another shape than the config says, that
         holds integers, NaN or infinity; or a head unlike the embedding where the config ties them.
     """
-    prefix = names.prefix if any(name.startswith(names.prefix) for name in tensors) else ""
-    _check_sizes(config, len(tensors), sum(x.size for x in tensors.values()) if numbers is None else numbers)
-    wanted, left, found = shapes(config), set(tensors), {}
-    for file, rule, paths in _entries(names, config, wanted):
-        file = prefix + file.removeprefix(names.prefix) if file.startswith(names.prefix) else file
-        if paths == [_EMBEDDING] and file not in tensors:
-            file = next((other for other in _embeddings(names, config, prefix) if other in tensors), file)
+    check_sizes(config, len(tensors), sum(x.size for x in tensors.values()) if numbers is None else numbers)
+    wanted, match, found = shapes(config), match_names(names, config, tensors), {}
+    for file, rule, paths in match.taken:
         tensor = _checked(file, tensors, rule.shape(config))
-        left.discard(file)
         for path, array in zip(paths, rule.load(tensor, config), strict=True):
             found[path] = put(path, array)
-    for path in _per_layer(names.zeros, config):
-        if path in wanted:
-            kernel = found[f"{path.rpartition('/')[0]}/kernel"]
-            found[path] = put(path, np.zeros(wanted[path], kernel.dtype))
-    _check_left(names, config, tensors, left, prefix)
+    for path in match.zeros:
+        kernel = found[f"{path.rpartition('/')[0]}/kernel"]
+        found[path] = put(path, np.zeros(wanted[path], kernel.dtype))
+    for name in match.copies:
+        _check_copy(name, tensors[name], tensors[match.embedding])
+    if match.unexpected:
+        raise ValueError(f"no model of this config has the tensors {_some(match.unexpected)}")
     return _nested({path: found[path] for path in wanted})
 
 
@@ -116,8 +150,12 @@ def _entries(names: Names, config: Config, wanted: Mapping[str, Any]) -> Iterato
                 yield rule.file.replace("{i}", str(i)), rule, paths
 
 
-def _check_sizes(config: Config, tensors: int, numbers: int) -> None:
-    """Refuse sizes that no model of so many tensors and numbers has, before anything is made of them."""
+def check_sizes(config: Config, tensors: int, numbers: int) -> None:
+    """Refuse sizes that no model of so many tensors and numbers has, before anything is made of them.
+
+    Raises:
+      ValueError: the size, and how much there is.
+    """
     for stack in (config, config.of_decoder):
         for letter in "VDNHKF":
             if stack.sizes[letter] > numbers:
@@ -134,7 +172,7 @@ def _checked(name: str, tensors: Mapping[str, Array], shape: tuple[int, ...]) ->
     tensor = tensors[name]
     if tensor.shape != shape:
         raise ValueError(f"tensor {name!r} has shape {tensor.shape}, but the config makes it {shape}")
-    if tensor.dtype not in _FLOATS:
+    if tensor.dtype not in FLOATS:
         raise ValueError(f"tensor {name!r} has type {tensor.dtype}; weights must be float64, 32, 16 or bfloat16")
     if not np.isfinite(tensor).all():
         raise ValueError(f"tensor {name!r} holds NaN or infinity; the file is damaged")
@@ -149,21 +187,12 @@ def _embeddings(names: Names, config: Config, prefix: str) -> list[str]:
     return [prefix + name.removeprefix(names.prefix) if name.startswith(names.prefix) else name for name in found]
 
 
-def _check_left(names: Names, config: Config, tensors: Mapping[str, Array], left: set[str], prefix: str) -> None:
-    """Refuse tensors that no rule took; buffers go, and so does what repeats the token embeddings."""
-    left = {name for name in left if not re.fullmatch(names.buffers, name.removeprefix(prefix))}
-    twins = _embeddings(names, config, prefix)
-    embedding = tensors[next(name for name in twins if name in tensors)]
-    for name in left & set(twins):
-        left.remove(name)
-        other = tensors[name]
-        if other.shape != embedding.shape or other.dtype != embedding.dtype or (other != embedding).any():
-            raise ValueError(
-                f"the config ties {name!r} to the embedding, but they differ; set tie_word_embeddings to false "
-                "if the head is a matrix of its own"
-            )
-    if left:
-        raise ValueError(f"no model of this config has the tensors {_some(sorted(left))}")
+def _check_copy(name: str, copy: Array, embedding: Array) -> None:
+    if copy.shape != embedding.shape or copy.dtype != embedding.dtype or (copy != embedding).any():
+        raise ValueError(
+            f"the config ties {name!r} to the embedding, but they differ; set tie_word_embeddings to false "
+            "if the head is a matrix of its own"
+        )
 
 
 def _some(names: Collection[str]) -> str:

@@ -12,13 +12,15 @@ import mmap
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxformer.convert.files import map_file
+from jaxformer.convert.files import Header, map_file
 from jaxformer.convert.pickles import Interpreter, Storage, Tensor
 
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
@@ -44,18 +46,24 @@ def load_torch(path: str | Path, key: str | None = None) -> dict[str, NDArray[An
         their storages, or a damaged file.
     """
     mapped = map_file(path)
-    pickles = Interpreter()
     try:
-        if mapped[:4] == b"PK\3\4":
-            root, starts = _open_zip(Path(path), mapped, pickles)
-        elif mapped[: len(_STREAM)] == _STREAM:
-            root, starts = _open_stream(mapped, pickles)
-        else:
-            raise ValueError("the file is neither a zip file nor a stream of torch.save")
-        tensors = _state_dict(root, key)
+        tensors, places = _open(Path(path), mapped, key, _start)
         data = np.frombuffer(mapped, np.uint8)
-        contents = {key: _content(data, start, pickles.storages[key]) for key, start in starts.items()}
+        contents = {storage.key: _content(data, start, storage) for storage, start in places}
         return {name: _view(contents[tensor.storage.key], tensor) for name, tensor in tensors.items()}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def headers_torch(path: str | Path, key: str | None = None) -> dict[str, Header]:
+    """Return what a file says of its tensors, of which none is read, nor are checksums; see `load_torch`."""
+    mapped = map_file(path)
+    try:
+        tensors, _ = _open(Path(path), mapped, key, _unchecked_start)
+        return {
+            name: Header(tensor.shape, tensor.storage.dtype.name, prod(tensor.shape) * tensor.storage.dtype.itemsize)
+            for name, tensor in tensors.items()
+        }
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -63,7 +71,30 @@ def load_torch(path: str | Path, key: str | None = None) -> dict[str, NDArray[An
 # The two formats ------------------------------------------------------------------------------------------------------
 
 
-def _open_zip(path: Path, mapped: mmap.mmap, pickles: Interpreter) -> tuple[Any, dict[str, int]]:
+_Starts = Callable[[mmap.mmap, zipfile.ZipInfo], int]
+
+
+def _open(
+    path: Path, mapped: mmap.mmap, key: str | None, storage_start: _Starts
+) -> tuple[dict[str, Tensor], list[tuple[Storage, int]]]:
+    """Return where the tensors lie in storages, and where the storages begin.
+
+    Args:
+      storage_start: finds where the bytes of a storage begin in a zip file.
+    """
+    pickles = Interpreter()
+    if mapped[:4] == b"PK\3\4":
+        root, starts = _open_zip(path, mapped, pickles, storage_start)
+    elif mapped[: len(_STREAM)] == _STREAM:
+        root, starts = _open_stream(mapped, pickles)
+    else:
+        raise ValueError("the file is neither a zip file nor a stream of torch.save")
+    return _state_dict(root, key), [(pickles.storages[key], at) for key, at in starts.items()]
+
+
+def _open_zip(
+    path: Path, mapped: mmap.mmap, pickles: Interpreter, storage_start: _Starts
+) -> tuple[Any, dict[str, int]]:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -90,12 +121,20 @@ def _open_zip(path: Path, mapped: mmap.mmap, pickles: Interpreter) -> tuple[Any,
         wanted = storage.size * storage.dtype.itemsize
         if entry is None or entry.file_size != wanted:
             raise ValueError(f"storage {key!r} has no entry of {wanted} bytes in the zip file")
-        starts[key] = _start(mapped, entry)
+        starts[key] = storage_start(mapped, entry)
     return root, starts
 
 
 def _start(mapped: mmap.mmap, entry: zipfile.ZipInfo) -> int:
-    """Return where the bytes of an entry begin, which is after its own header, and check them."""
+    """Return where the bytes of an entry begin, and check them."""
+    start = _unchecked_start(mapped, entry)
+    if zlib.crc32(memoryview(mapped)[start : start + entry.file_size]) != entry.CRC:
+        raise ValueError(f"the zip file is damaged: the checksum of entry {entry.filename!r} is wrong")
+    return start
+
+
+def _unchecked_start(mapped: mmap.mmap, entry: zipfile.ZipInfo) -> int:
+    """Return where the bytes of an entry begin, which is after its own header."""
     name, header = entry.filename, mapped[entry.header_offset : entry.header_offset + 30]
     if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size or entry.flag_bits & 1:
         raise ValueError(f"entry {name!r} is compressed or encrypted, as torch.save never does")
@@ -104,8 +143,6 @@ def _start(mapped: mmap.mmap, entry: zipfile.ZipInfo) -> int:
     start = entry.header_offset + 30 + sum(struct.unpack("<HH", header[26:]))
     if start + entry.file_size > len(mapped):
         raise ValueError(f"the zip file is damaged: entry {name!r} ends after the file")
-    if zlib.crc32(memoryview(mapped)[start : start + entry.file_size]) != entry.CRC:
-        raise ValueError(f"the zip file is damaged: the checksum of entry {name!r} is wrong")
     return start
 
 
