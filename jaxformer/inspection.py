@@ -19,10 +19,9 @@ from jaxformer.convert.gguf_config import read_config
 from jaxformer.convert.keys import check_refused
 from jaxformer.convert.shards import is_there, load_folder
 from jaxformer.convert.tensors import FLOATS, check_sizes, match_names, shapes
-from jaxformer.convert.torch_file import headers_torch
+from jaxformer.convert.torch_file import TORCH, headers_torch
 from jaxformer.pretrained import load_tokenizer
 
-_TORCH = "pytorch_model.bin"
 _WEIGHTS = {*(dtype.name for dtype in FLOATS), *gguf.TYPES}
 
 
@@ -146,10 +145,10 @@ _Said = tuple[dict[str, Any] | None, Mapping[str, Header], tuple[str, int] | Non
 def _folder(path: Path, problems: list[str]) -> _Said:
     said = path / "config.json"
     source = json_object(str(said), bytes(map_file(said)))
-    if is_there(path, safetensors.SINGLE) or not is_there(path, _TORCH):
+    if is_there(path, safetensors.SINGLE) or not is_there(path, TORCH):
         tensors = safetensors.headers(path)
     else:
-        tensors = load_folder(path, _TORCH, headers_torch)
+        tensors = load_folder(path, TORCH, headers_torch)
     return source, tensors, _tokenizer(lambda: load_tokenizer(path / "tokenizer.json"), problems)
 
 

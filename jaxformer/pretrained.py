@@ -26,7 +26,9 @@ from jaxformer.convert.family import Family
 from jaxformer.convert.files import json_object, map_file, replace_file
 from jaxformer.convert.from_gguf import as_folder
 from jaxformer.convert.gguf import GGUFFile
+from jaxformer.convert.shards import is_there, load_folder
 from jaxformer.convert.tensors import shapes, to_params, to_tensors
+from jaxformer.convert.torch_file import TORCH, load_torch
 from jaxformer.models import Model, build
 
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
@@ -57,6 +59,7 @@ def load(
     head: str | None = None,
     mesh: Mesh | None = None,
     tokenizer: bool = True,
+    torch_files: bool = False,
 ) -> Pretrained:
     """Read a published model.
 
@@ -70,6 +73,8 @@ def load(
       head: of an encoder, such as "none" for its hidden states; the tensors of other heads are left out. None: the one
         of the class that config.json names.
       tokenizer: False leaves the tokenizer out, for a model whose tokenizer is refused.
+      torch_files: read pytorch_model.bin where there are no safetensors. It is a program, of which nothing is executed;
+        a file that needs more than a table of tensors is refused.
       mesh: where parameters are laid out as `sharding.shardings` says. None: on the default device.
 
     Raises:
@@ -85,7 +90,7 @@ def load(
     if not path.is_dir():
         what = "does not exist" if not path.exists() else "is a file"
         raise FileNotFoundError(f"{path} {what}; give a folder with config.json and weights, or a .gguf file")
-    return _load_folder(path, head, dtype, mesh, tokenizer)
+    return _load_folder(path, head, dtype, mesh, tokenizer, torch_files)
 
 
 def save(
@@ -124,11 +129,24 @@ def save(
         replace_file(path / "tokenizer.json", [text.encode()])
 
 
-def _load_folder(path: Path, head: str | None, dtype: str | None, mesh: Mesh | None, tokenizer: bool) -> Pretrained:
+def _load_folder(
+    path: Path, head: str | None, dtype: str | None, mesh: Mesh | None, tokenizer: bool, torch_files: bool
+) -> Pretrained:
     said = path / "config.json"
     family, config = _read_config(said, json_object(str(said), bytes(map_file(said))), head)
-    params = _read_params(path, family, config, safetensors.load(path), _placed(config, dtype, mesh))
+    params = _read_params(path, family, config, _tensors(path, torch_files), _placed(config, dtype, mesh))
     return _pretrained(config, params, load_tokenizer(path / "tokenizer.json") if tokenizer else None)
+
+
+def _tensors(path: Path, torch_files: bool) -> dict[str, NDArray[Any]]:
+    if is_there(path, safetensors.SINGLE) or not is_there(path, TORCH):
+        return safetensors.load(path)
+    if not torch_files:
+        raise ValueError(
+            f"{path} holds no safetensors, only {TORCH}, which is a program; load(..., torch_files=True) reads it "
+            "without executing anything"
+        )
+    return load_folder(path, TORCH, load_torch)
 
 
 def _load_gguf(path: Path, head: str | None, dtype: str | None, mesh: Mesh | None, tokenizer: bool) -> Pretrained:

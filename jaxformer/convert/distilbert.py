@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from jaxformer.convert import bert
 from jaxformer.convert.family import Family
-from jaxformer.convert.keys import MOST_LAYERS, activation, flag, rate, size
+from jaxformer.convert.keys import MOST_LAYERS, activation, rate, size
 from jaxformer.convert.names import ENCODER_LAYER, Names, Rule, norm, projection
 
 LAYER = "distilbert.transformer.layer.{i}"
@@ -35,7 +35,7 @@ NAMES = Names(
     ),
     prefix="distilbert.",
     # Besides the buffer: what belongs to a head other than the one that is asked for.
-    buffers=r"embeddings\.position_ids|vocab_\w+\.\w+|(pre_)?classifier\.\w+|qa_outputs\.\w+",
+    buffers=r"embeddings\.position_ids|vocab_(?!projector\.weight)\w+\.\w+|(pre_)?classifier\.\w+|qa_outputs\.\w+",
 )
 
 FAMILY = Family(
@@ -52,9 +52,9 @@ FAMILY = Family(
         "activation": activation("activation"),
         "dropout": rate("dropout"),
         "attention_dropout": rate("attention_dropout"),
-        "tie_embeddings": flag("tie_word_embeddings", default=True),
     },
     fixed=bert.FIXED | {"norm_eps": 1e-12},
+    only={"tie_word_embeddings": True},
     read=bert.read,
     heads={
         "masked_lm": ("DistilBertForMaskedLM",),

@@ -69,7 +69,8 @@ class Family:
             return "lm"
         said = source.get("architectures")
         for name, classes in heads.items():
-            if isinstance(said, list) and said and said[0] in classes:
+            is_left_out = name == "pooler" and source.get("add_pooling_layer") is False
+            if isinstance(said, list) and said and said[0] in classes and not is_left_out:
                 return name
         raise ValueError(f"architectures={said!r} names no class that is known; give the head, one of {list(heads)}")
 
@@ -93,6 +94,8 @@ class Family:
             raise ValueError(f"head={config.head!r}")
         named = self.heads[config.head][0] if self.heads else self.architecture
         keys |= {"architectures": [named], "model_type": self.model_type} | labels(config)
+        if config.head == "none" and "pooler" in self.heads:  # one class has both
+            keys["add_pooling_layer"] = False
         return keys | self.write(config) | ends
 
     def differences(self, config: Config) -> list[str]:

@@ -1,12 +1,13 @@
 """RoBERTa (Liu et al. 2019): BERT with positions from row 2 on, one type of token, and heads of other names."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jaxformer.config import Config
 from jaxformer.convert import bert
 from jaxformer.convert.family import Family
-from jaxformer.convert.keys import Key, size
+from jaxformer.convert.keys import Fields, Key, size
 from jaxformer.convert.names import Names, Rule, norm, projection
 from jaxformer.convert.opt import FROM_ROW_2
 
@@ -35,7 +36,7 @@ NAMES = Names(
     ),
     prefix="roberta.",
     # Besides the buffer: what belongs to a head other than the one that is asked for, and a second name of a bias.
-    buffers=r"embeddings\.position_ids|pooler\.dense\.\w+|lm_head\..*|classifier\..*",
+    buffers=r"embeddings\.position_ids|pooler\.dense\.\w+|lm_head\.(?!decoder\.weight).*|classifier\..*",
 )
 
 
@@ -51,6 +52,13 @@ def _max_len() -> Key:
     return Key(rows.names, read, lambda max_len: max_len + 2)
 
 
+def read(source: Mapping[str, Any], fields: Fields) -> Fields:
+    """Refuse a head whose activation is not the layers', which the library never changes."""
+    if fields["head"] == "masked_lm" and fields["activation"] != "gelu":
+        raise ValueError(f"hidden_act={source['hidden_act']!r}: the head for masked tokens has gelu; load another head")
+    return bert.read(source, fields)
+
+
 FAMILY = Family(
     "roberta",
     "RobertaForMaskedLM",
@@ -58,7 +66,7 @@ FAMILY = Family(
     keys=bert.KEYS | {"max_len": _max_len()},
     fixed=bert.FIXED,
     only=bert.ONLY | {"pad_token_id": 1},
-    read=bert.read,
+    read=read,
     write=lambda config: {"pad_token_id": 1},
     heads={
         "masked_lm": ("RobertaForMaskedLM",),

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 from jaxformer.convert.files import Header, map_file
 from jaxformer.convert.pickles import Interpreter, Storage, Tensor
 
+TORCH = "pytorch_model.bin"
+"""The name of such a file in a model's folder."""
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
 _STREAM = b"\x80\x02\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b"."
 _BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error)
@@ -31,7 +33,7 @@ _BAD_ZIP = (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct
 def load_torch(path: str | Path, key: str | None = None) -> dict[str, NDArray[Any]]:
     """Read a state dict as read-only views of the mapped file, executing nothing of it.
 
-    Nothing else in the package calls this function: who wants such a file read says so by its name.
+    The package calls it for nobody who does not ask for such a file to be read.
 
     Args:
       path: a file of `torch.save`, in the zip format or as a stream from before PyTorch 1.6.
