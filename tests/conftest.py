@@ -23,6 +23,20 @@ jax.config.update("jax_default_matmul_precision", "highest")
 jax.config.update("jax_compilation_cache_dir", str(Path(tempfile.gettempdir()) / "jaxformer-test-cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
+MAPPINGS = Path("/proc/self/maps")
+MOST_MAPPINGS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def programs_stay_few():
+    """Drops compiled programs before the process runs out of memory mappings, where LLVM would crash.
+
+    Each compiled program maps a few regions of memory, and Linux lets a process hold 65530 (vm.max_map_count).
+    """
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+
 
 @pytest.fixture
 def rng():

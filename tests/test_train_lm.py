@@ -1,7 +1,6 @@
 """The main job, end to end in a tiny setting: what it writes, and that a stopped run is resumed bit by bit."""
 
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -19,6 +18,7 @@ import train_lm
 from tyro import cli as parse
 
 import jaxformer as jf
+from jaxformer import decoding
 from jaxformer.checkpoint import Checkpointer
 
 SCRIPT = Path(train_lm.__file__)
@@ -94,17 +94,14 @@ def test_the_summary_holds_the_validation_loss_of_the_saved_model(whole, text):
 
 
 def test_a_run_compiles_its_step_once_and_its_decoding_once(text, tmp_path):
-    generate = importlib.import_module("jaxformer.generate")
-    generate._decode.clear_cache()
-    generate._prefill.clear_cache()
+    decoding.run.clear_cache()
     with Checkpointer(tmp_path / "checkpoints") as checkpointer:
         run = train_lm.Run(settings(text, tmp_path), checkpointer)
         assert run.train()
         run.report()
     assert run.train_step._cache_size() == 1
     assert run.eval_step._cache_size() == 1
-    assert generate._prefill._cache_size() == 1
-    assert generate._decode._cache_size() == 1
+    assert decoding.run._cache_size() == 1
 
 
 @pytest.mark.parametrize("stop_at", [1, 4, 7, STEPS - 1])
