@@ -101,6 +101,33 @@ def stacked(layers: list[Layer]) -> Layer:
     return Layer(np.array(index, np.int32), window, jax.tree.map(lambda *leaves: np.stack(leaves), *turns))
 
 
+def _scanned(block: Any, length: int, *, shared: bool) -> Any:
+    """Returns a block that runs as so many, with parameters of their own (stacked) or shared ones."""
+    return nn.scan(
+        block,
+        variable_axes=COLLECTIONS if shared else {"params": 0, **COLLECTIONS},
+        variable_broadcast="params" if shared else False,
+        split_rngs={"params": not shared, "dropout": True},
+        in_axes=(0, *[nn.broadcast] * 4),
+        length=length,
+    )
+
+
+def arranged(config: Config) -> tuple[Any, dict[str, Layer]]:
+    """Returns the kind of block that a stack is made of, and by the name of each the layer, or layers, that it runs."""
+    layers, distinct = make_layers(config), config.num_blocks
+    shared = config.num_layers // distinct
+    if shared == 1 and not config.scan_layers:
+        return Block, {f"layers_{i}": layer for i, layer in enumerate(layers)}
+    block, every = Block, stacked(layers)
+    if shared > 1:
+        block = _scanned(Block, shared, shared=True)
+        every = jax.tree.map(lambda leaf: leaf.reshape(distinct, shared, *leaf.shape[1:]), every)
+    if config.scan_layers:
+        return _scanned(block, distinct, shared=False), {"layers": every}
+    return block, {f"layers_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], every) for i in range(distinct)}
+
+
 class Source(NamedTuple):
     """What a decoder attends to besides its own text.
 
@@ -174,6 +201,8 @@ def _check_mask(mask: Mask, segments: Array | None, cache: Cache | None) -> None
 class Stack(nn.Module):
     """The layers of an encoder or decoder, in a Python loop (`layers_{i}`) or one scan (`layers`), and the final norm.
 
+    Of layers that share their parameters, `layers_{i}` is a scan, whose taps have the layers as their first axis.
+
     Attributes:
       causal: whether a token sees only itself and the tokens before it.
     """
@@ -201,7 +230,7 @@ class Stack(nn.Module):
             rotary and added ones `positions`.
           source: what cross-attention is to; None: there is none.
         """
-        config, layers = self.config, make_layers(self.config)
+        config = self.config
         if mask is not None:
             _check_mask(mask, segments, cache)
         keys = positions
@@ -216,18 +245,9 @@ class Stack(nn.Module):
             mask = mask.narrowed(config.windows[0])
         bias = BIAS[config.positions](config, self.causal) if config.positions in BIAS else None
         carry = (constrain(x, "BTD"), cache)
-        if config.scan_layers:
-            scanned = nn.scan(
-                Block,
-                variable_axes={"params": 0, **COLLECTIONS},
-                split_rngs={"params": True, "dropout": True},
-                in_axes=(0, *[nn.broadcast] * 4),
-                length=config.num_layers,
-            )
-            carry, _ = scanned(config, name="layers")(carry, stacked(layers), positions, mask, bias, source)
-        else:
-            for i, layer in enumerate(layers):
-                carry, _ = Block(config, name=f"layers_{i}")(carry, layer, positions, mask, bias, source)
+        block, layers = arranged(config)
+        for name, layer in layers.items():
+            carry, _ = block(config, name=name)(carry, layer, positions, mask, bias, source)
         x, cache = carry
         has_final_norm = config.residual != "post" if config.final_norm is None else config.final_norm
         return (make_norm(config, "final_norm")(x) if has_final_norm else x), cache

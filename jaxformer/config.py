@@ -65,9 +65,12 @@ class Config:
     d_model: int
     """Width of the residual stream."""
     num_layers: int
-    """Number of blocks, of each stack."""
+    """Number of layers, of each stack."""
+    num_distinct_layers: int | None = None
+    """Number of layers with parameters of their own, of each stack; each serves as the same number of layers in a row
+    (Lan et al. 2020, "ALBERT", section 3.1). None: all."""
     num_decoder_layers: int | None = None
-    """Number of blocks of the decoder beside an encoder. None: num_layers."""
+    """Number of layers of the decoder beside an encoder. None: num_layers."""
     num_heads: int
     """Number of query heads."""
     num_kv_heads: int | None = None
@@ -191,6 +194,11 @@ class Config:
             decoder_d_ff=None,
             target_vocab_size=None,
         )
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of layers with parameters of their own: `num_distinct_layers`, or all."""
+        return self.num_distinct_layers or self.num_layers
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -8,7 +8,7 @@ from jaxformer.rotary import Rotary
 Config = Any  # the class imports this file
 
 _OPTIONAL_SIZES = (
-    *("num_kv_heads", "d_head", "d_ff", "d_embed", "num_decoder_layers", "decoder_d_ff"),
+    *("num_kv_heads", "d_head", "d_ff", "d_embed", "num_decoder_layers", "decoder_d_ff", "num_distinct_layers"),
     *("target_vocab_size", "num_labels", "num_token_types"),
 )
 _SIZES = (
@@ -59,6 +59,13 @@ def check_arrangement(config: Config) -> None:
         for name in ("num_decoder_layers", "decoder_d_ff", "target_vocab_size"):
             if getattr(config, name) is not None:
                 raise ValueError(f"{name}={getattr(config, name)} is for architecture='encoder_decoder'")
+    distinct = config.num_distinct_layers
+    for name in ("num_layers", "num_decoder_layers"):
+        layers = getattr(config, name)
+        if distinct is not None and layers is not None and layers % distinct:
+            raise ValueError(
+                f"{name}={layers} is not a multiple of num_distinct_layers={distinct}; each serves as often"
+            )
     if config.d_embed is not None and config.tie_embeddings and config.head == "lm":
         raise ValueError(f"d_embed={config.d_embed}: a head tied to narrower embeddings needs head='masked_lm'")
 

@@ -118,6 +118,15 @@ _BERT = Config(
 )
 _ROBERTA = dataclasses.replace(_BERT, vocab_size=50265, num_token_types=1, norm_eps=1e-5)
 _DISTILBERT = dataclasses.replace(_BERT, num_token_types=None, num_layers=6)
+_ALBERT = dataclasses.replace(
+    _BERT,
+    vocab_size=30000,
+    d_embed=128,
+    num_distinct_layers=1,
+    activation="gelu_tanh",
+    dropout=0.0,
+    attention_dropout=0.0,
+)
 
 
 def _tiny(config: Config, **sizes: Any) -> Config:
@@ -135,6 +144,7 @@ PRESETS: dict[str, Config] = {
     "bert": _BERT,
     "roberta": _ROBERTA,
     "distilbert": _DISTILBERT,
+    "albert": _ALBERT,
     "gpt2_tiny": _tiny(_GPT2),
     "llama_tiny": _tiny(_LLAMA, num_kv_heads=2, d_ff=192),
 }

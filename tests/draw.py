@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache, partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import jaxformer as jf
+from jaxformer.config import Positions
 
 TINY = jf.Config(
     vocab_size=29,
@@ -97,16 +99,18 @@ def rotaries(draw):
 @st.composite
 def configs(draw, **fixed):
     """Valid configs of small models."""
-    positions = draw(st.sampled_from(["none", "learned", "sinusoidal", "rotary", "alibi", "relative"]))
+    positions = draw(st.sampled_from(list(get_args(Positions))))
     kv_heads, group, width = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    width *= 2 if positions in ("rotary", "sinusoidal") else 1
+    width *= 2 if positions in ("rotary", "sinusoidal", "sinusoidal_halves") else 1
     explicit = draw(st.booleans())
     d_model = draw(st.integers(1, 12)) * 2 if explicit else kv_heads * group * width
+    layers = draw(st.integers(1, 4))
     fields = {
         "vocab_size": draw(st.integers(1, 40)),
         "max_len": draw(st.integers(8, 40)),
         "d_model": d_model,
-        "num_layers": draw(st.integers(1, 3)),
+        "num_layers": layers,
+        "num_distinct_layers": draw(st.none() | st.sampled_from([n for n in range(1, layers + 1) if layers % n == 0])),
         "num_heads": kv_heads * group,
         "num_kv_heads": None if group == 1 and draw(st.booleans()) else kv_heads,
         "d_head": width if explicit else None,

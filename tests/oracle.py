@@ -506,7 +506,8 @@ def stack(
     for i in range(config["num_layers"]):
         window = of_layer(config["window"], i)
         ok = allowed(positions, positions, segments, segments, causal=causal, window=window, prefix=prefix)
-        streams.append(block(streams[-1], p[f"layers_{i}"], config, positions, ok, bias, i, source))
+        own = i // (config["num_layers"] // (config["num_distinct_layers"] or config["num_layers"]))  # Lan et al. 2020
+        streams.append(block(streams[-1], p[f"layers_{own}"], config, positions, ok, bias, i, source))
     has_norm = config["residual"] != "post" if config["final_norm"] is None else config["final_norm"]
     return [*streams, norm(streams[-1], p["final_norm"], config) if has_norm else streams[-1]]
 

@@ -17,7 +17,7 @@ from tolerances import FLOAT32
 
 import jaxformer as jf
 
-SCHEMES = ["none", "learned", "sinusoidal", "rotary", "alibi", "relative"]
+SCHEMES = ["none", "learned", "sinusoidal", "sinusoidal_halves", "rotary", "alibi", "relative"]
 SAME = 1e-6  # two programs of the same arithmetic
 IDS = draw.ids(2, 6)
 

@@ -128,6 +128,7 @@ def test_what_decays_is_all_that_multiplies_tokens_whether_layers_are_stacked_or
     config = jf.PRESETS[name]
     head = set() if config.tie_embeddings else {"lm_head"}
     head |= {"transform_proj"} if config.head == "masked_lm" else set()
+    head |= {"proj"} if config.d_embed else set()
     assert roles == projections | ({"gate_proj"} if config.gated else set()) | head
     stacked = jax.eval_shape(stack_layers, loop)
     again = decay_mask(stacked)

@@ -292,7 +292,7 @@ def test_parameters_can_be_laid_out_on_a_mesh():
     same(model.params, jf.load(GOLDEN / "llama").params)
 
 
-ENCODERS = ("bert", "roberta", "distilbert")
+ENCODERS = ("bert", "roberta", "distilbert", "albert")
 
 # Which family is written ----------------------------------------------------------------------------------------------
 

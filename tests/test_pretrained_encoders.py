@@ -27,6 +27,8 @@ HEADS = {
     "roberta": "masked_lm",
     "roberta_classes": "classifier",
     "distilbert": "masked_lm",
+    "albert": "masked_lm",
+    "albert_classes": "classifier",
 }
 OF_TEXTS = ("pooler", "classifier")
 
@@ -71,8 +73,9 @@ def test_outputs_and_residual_streams_are_those_of_the_reference(name):
     )
     draw.close(found, wanted["logits"], REFERENCE)
     taps = read["intermediates"]
-    layers = [taps["encoder"][f"layers_{i}"]["x"] for i in range(model.config.num_layers)]
-    draw.close(np.stack([taps["x"], *layers]), wanted["hidden"], REFERENCE)
+    layers = [taps["encoder"][f"layers_{i}"]["x"] for i in range(model.config.num_blocks)]
+    layers = np.concatenate(layers) if model.config.num_distinct_layers else np.stack(layers)
+    draw.close(np.concatenate([taps["x"][None], layers]), wanted["hidden"], REFERENCE)
     hidden = draw.logits(model.model, model.params, wanted["ids"], token_types=wanted.get("types"), method="hidden")
     draw.close(hidden, wanted["hidden"][-1], REFERENCE)
 
@@ -103,6 +106,7 @@ def test_padding_on_either_side_changes_nothing(name, side):
     ("roberta", {"layer_norm_eps": 1e-3}),
     ("roberta_classes", {"hidden_act": "gelu_new"}),
     ("distilbert", {"activation": "gelu_new"}),
+    ("albert", {"layer_norm_eps": 1e-3}),
 ])  # fmt: skip
 def test_a_wrong_convention_moves_the_outputs(name, changes, tmp_path):
     wanted = reference(name)
@@ -253,6 +257,11 @@ def test_transformers_opens_what_was_saved_and_computes_the_same(name, tmp_path)
 
 def test_the_presets_have_the_sizes_of_the_published_models():
     rows_of_padding = 2 * 768
-    counts = {"bert": 109_514_298, "roberta": 124_697_433 - rows_of_padding, "distilbert": 66_985_530}
+    counts = {
+        "bert": 109_514_298,
+        "roberta": 124_697_433 - rows_of_padding,
+        "distilbert": 66_985_530,
+        "albert": 11_221_680,
+    }
     for name, count in counts.items():
         assert sum(np.prod(shape) for shape in shapes(jf.PRESETS[name]).values()) == count

@@ -30,7 +30,8 @@ def test_every_parameter_of_every_preset_has_letters_of_its_sizes(name, scan):
     shapes = parameter_shapes(config)
     for path, shape in shapes.items():
         letters = sharding.letters(path)
-        assert [config.sizes[letter] for letter in letters] == list(shape), path
+        sizes = config.sizes | {"L": config.num_blocks}
+        assert [sizes[letter] for letter in letters] == list(shape), path
         assert letters.startswith("L") == (scan and "layers" in path)
     assert len(shapes) > 10
 

@@ -19,7 +19,7 @@ ATTENTION = (
 )
 FAMILIES = (
     *("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_neox", "gptj", "phi", "opt", "bloom"),
-    *("mpt", "t5", "bart", "mbart", "marian", "bert", "roberta", "distilbert"),
+    *("mpt", "t5", "bart", "mbart", "marian", "bert", "roberta", "distilbert", "albert"),
 )
 LEVELS = [
     [

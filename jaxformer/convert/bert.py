@@ -8,17 +8,23 @@ from jaxformer.convert.keys import MOST_LAYERS, Fields, activation, number, rate
 from jaxformer.convert.names import ENCODER_LAYER, Change, Names, Rule, norm, projection
 
 
-def encoder(file: str, positions: Change | None = None) -> Iterator[Rule]:
-    """Yield the rules of embeddings and layers.
+def embeddings(file: str, letter: str = "D", positions: Change | None = None) -> Iterator[Rule]:
+    """Yield the rules of the embeddings.
 
     Args:
       file: what the names of all tensors begin with.
+      letter: of their width.
       positions: what is done to the table of positions.
     """
-    yield Rule(f"{file}.embeddings.word_embeddings.weight", "embed/token/embedding", "V D")
-    yield Rule(f"{file}.embeddings.position_embeddings.weight", "embed/position/embedding", "P D", positions)
-    yield Rule(f"{file}.embeddings.token_type_embeddings.weight", "embed/type/embedding", "A D")
-    yield from norm(f"{file}.embeddings.LayerNorm", "embed/norm")
+    yield Rule(f"{file}.embeddings.word_embeddings.weight", "embed/token/embedding", f"V {letter}")
+    yield Rule(f"{file}.embeddings.position_embeddings.weight", "embed/position/embedding", f"P {letter}", positions)
+    yield Rule(f"{file}.embeddings.token_type_embeddings.weight", "embed/type/embedding", f"A {letter}")
+    yield from norm(f"{file}.embeddings.LayerNorm", "embed/norm", letter)
+
+
+def encoder(file: str, positions: Change | None = None) -> Iterator[Rule]:
+    """Yield the rules of embeddings and layers, whose names begin with `file`; positions: as of `embeddings`."""
+    yield from embeddings(file, positions=positions)
     layer = f"{file}.encoder.layer.{{i}}"
     for theirs, ours in {"query": "q", "key": "k", "value": "v"}.items():
         at = f"{ENCODER_LAYER}/attn/{ours}_proj"
@@ -30,6 +36,7 @@ def encoder(file: str, positions: Change | None = None) -> Iterator[Rule]:
     yield from norm(f"{layer}.output.LayerNorm", f"{ENCODER_LAYER}/mlp_norm")
 
 
+OLD_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 TOKEN_CLASSES = projection("classifier", "classifier/label_proj", "Y D -> D Y", "Y")
 NAMES = Names(
     (
@@ -45,6 +52,7 @@ NAMES = Names(
     prefix="bert.",
     # Besides the buffer: what belongs to a head other than the one that is asked for, and a second name of a bias.
     buffers=r"embeddings\.position_ids|pooler\.dense\.\w+|cls\.(?!predictions\.decoder\.weight).*|classifier\.\w+",
+    old_endings=OLD_ENDINGS,
 )
 
 KEYS = {

@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxformer.config import Config
 from jaxformer.convert import (
+    albert,
     bart,
     bert,
     bloom,
@@ -49,6 +50,7 @@ _MODULES = (
     bert,
     roberta,
     distilbert,
+    albert,
 )
 
 FAMILIES: dict[str, Family] = {module.FAMILY.model_type: module.FAMILY for module in _MODULES}

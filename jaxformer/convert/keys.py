@@ -163,6 +163,7 @@ def plain(config: Config) -> Config:
     defaults: Fields = {field.name: field.default for field in dataclasses.fields(Config)}
     resets = {
         "num_kv_heads": config.num_kv_heads == config.num_heads,
+        "num_distinct_layers": {config.num_distinct_layers} == {config.num_layers, config.of_decoder.num_layers},
         "d_head": sizes["H"] * config.num_heads == config.d_model,
         "d_ff": sizes["F"] == 4 * config.d_model,
         "num_decoder_layers": config.num_decoder_layers == config.num_layers,

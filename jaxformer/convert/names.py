@@ -9,7 +9,7 @@ letters are those of `Config.sizes`, so that it also says what shape the tensor 
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
@@ -137,6 +137,7 @@ class Names:
       buffers: regular expression of names, without the prefix, that hold no weights and are ignored.
       zeros: paths of parameters that the files do not have, because they are 0.
       embeddings: other names of the token embeddings; files have some of them besides the rule's, or instead.
+      old_endings: how names end -> how they end in old files, which are read too.
     """
 
     rules: tuple[Rule, ...]
@@ -144,3 +145,4 @@ class Names:
     buffers: str = ""
     zeros: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()
+    old_endings: Mapping[str, str] = dataclasses.field(default_factory=dict)

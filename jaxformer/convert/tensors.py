@@ -25,14 +25,15 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a config's model by its path, in the layout of a loop over layers."""
     two = config.architecture == "encoder_decoder"
     # The layers of a stack have the same parameters.
-    one = dataclasses.replace(config, num_layers=1, num_decoder_layers=1 if two else None, scan_layers=False)
+    single: dict[str, Any] = {"num_layers": 1, "num_decoder_layers": 1 if two else None, "num_distinct_layers": None}
+    one = dataclasses.replace(config, **single, scan_layers=False)
     ids = [jax.ShapeDtypeStruct((1, 1), jnp.int32)] * (1 + two)
     tree = jax.eval_shape(build(one).init, jax.random.key(0), *ids)["params"]
     found = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     return {
         path.replace("layers_0", f"layers_{i}"): shape
         for path, shape in found.items()
-        for i in range(side(path, config).num_layers if "layers_0" in path else 1)
+        for i in range(side(path, config).num_blocks if "layers_0" in path else 1)
     }
 
 
@@ -63,7 +64,8 @@ def match_names(names: Names, config: Config, found: Collection[str]) -> Match:
     embedding = next((name for name in twins if name in found), twins[0])
     for file, rule, paths in _entries(names, config, wanted):
         file = prefix + file.removeprefix(names.prefix) if file.startswith(names.prefix) else file
-        taken.append((embedding if paths == [_EMBEDDING] else file, rule, paths))
+        file = embedding if paths == [_EMBEDDING] else _old(file, names, found)
+        taken.append((file, rule, paths))
     left = sorted(set(found) - {file for file, *_ in taken})
     ignored = [name for name in left if re.fullmatch(names.buffers, name.removeprefix(prefix))]
     copies = [name for name in left if name in twins and name not in ignored]
@@ -137,14 +139,14 @@ def to_tensors(names: Names, config: Config, params: Mapping[str, Any]) -> dict[
 
 def _per_layer(paths: Sequence[str], config: Config) -> Iterator[str]:
     for path in paths:
-        for i in range(side(path, config).num_layers if "{i}" in path else 1):
+        for i in range(side(path, config).num_blocks if "{i}" in path else 1):
             yield path.replace("{i}", str(i))
 
 
 def _entries(names: Names, config: Config, wanted: Mapping[str, Any]) -> Iterator[tuple[str, Rule, list[str]]]:
     """Yield each tensor that the config asks for, its rule, and the paths of its parameters."""
     for rule in names.rules:
-        for i in range(side(rule.paths[0], config).num_layers if "{i}" in rule.file else 1):
+        for i in range(side(rule.paths[0], config).num_blocks if "{i}" in rule.file else 1):
             paths = [path.replace("{i}", str(i)) for path in rule.paths]
             if paths[0] in wanted and rule.when(config):
                 yield rule.file.replace("{i}", str(i)), rule, paths
@@ -162,8 +164,8 @@ def check_sizes(config: Config, tensors: int, numbers: int) -> None:
                 raise ValueError(
                     f"the config says {letter}={stack.sizes[letter]}, but the file holds {numbers} numbers"
                 )
-        if stack.num_layers > tensors:
-            raise ValueError(f"the config says {stack.num_layers} layers, but the file holds {tensors} tensors")
+        if stack.num_blocks > tensors:
+            raise ValueError(f"the config says {stack.num_blocks} layers, but the file holds {tensors} tensors")
 
 
 def _checked(name: str, tensors: Mapping[str, Array], shape: tuple[int, ...]) -> Array:
@@ -185,6 +187,12 @@ def _embeddings(names: Names, config: Config, prefix: str) -> list[str]:
     head = [files[_HEAD]] if config.tie_embeddings and _HEAD in files else []
     found = [files[_EMBEDDING], *names.embeddings, *head]
     return [prefix + name.removeprefix(names.prefix) if name.startswith(names.prefix) else name for name in found]
+
+
+def _old(file: str, names: Names, found: Collection[str]) -> str:
+    """Return the name that a tensor has in a file that spells the ends of names as was once usual."""
+    spelled = [file.removesuffix(new) + old for new, old in names.old_endings.items() if file.endswith(new)]
+    return next((name for name in spelled if name in found and file not in found), file)
 
 
 def _check_copy(name: str, copy: Array, embedding: Array) -> None:

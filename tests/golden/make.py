@@ -166,6 +166,7 @@ DISTILBERT = {
     "hidden_dim": 40,
     "max_position_embeddings": 32,
 }
+ALBERT = BERT | {"embedding_size": 16, "num_hidden_layers": 4, "num_hidden_groups": 2}
 ENCODERS = {
     "bert": ("Bert", "ForMaskedLM", BERT),
     "bert_model": ("Bert", "Model", BERT),
@@ -174,6 +175,8 @@ ENCODERS = {
     "roberta": ("Roberta", "ForMaskedLM", ROBERTA),
     "roberta_classes": ("Roberta", "ForSequenceClassification", ROBERTA | {"num_labels": 3}),
     "distilbert": ("DistilBert", "ForMaskedLM", DISTILBERT),
+    "albert": ("Albert", "ForMaskedLM", ALBERT),
+    "albert_classes": ("Albert", "ForSequenceClassification", ALBERT | {"num_labels": 3, "num_hidden_groups": 1}),
 }
 """Name -> prefix and suffix of the model's class, and the fields of its config."""
 
