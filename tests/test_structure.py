@@ -45,7 +45,10 @@ LEVELS = [
     ],
     ["convert.gguf_config", "convert.from_gguf", "convert.gguf_tokenizer"],
     [
-        *(f"convert.{name}" for name in ("names", "tensors", "keys", "rope", "family", *FAMILIES, "families")),
+        *(
+            f"convert.{name}"
+            for name in ("names", "tensors", "keys", "rope", "family", *FAMILIES, "families", "original")
+        ),
         *("pretrained", "inspection"),
     ],
     ["cli"],

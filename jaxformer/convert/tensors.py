@@ -19,6 +19,7 @@ FLOATS = tuple(np.dtype(kind) for kind in (np.float64, np.float32, np.float16, m
 """Types that weights may have."""
 _HEAD = "lm_head/kernel"
 _EMBEDDING = "embed/token/embedding"
+_TARGET = "target_embed/token/embedding"
 
 
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -43,16 +44,14 @@ class Match(NamedTuple):
     Args:
       taken: for each tensor that the model needs, there or not: its name, its rule, and its parameters' paths.
       zeros: paths of parameters that are 0 and have no tensor.
-      embedding: name of the tensor that holds the token embeddings.
-      copies: names of tensors that must repeat it.
+      copies: names of tensors that must repeat another, and that other's.
       ignored: names of buffers, which hold no weights.
       unexpected: names that a model of the config has no place for.
     """
 
     taken: list[tuple[str, Rule, list[str]]]
     zeros: list[str]
-    embedding: str
-    copies: list[str]
+    copies: dict[str, str]
     ignored: list[str]
     unexpected: list[str]
 
@@ -60,18 +59,19 @@ class Match(NamedTuple):
 def match_names(names: Names, config: Config, found: Collection[str]) -> Match:
     """Find the place of each tensor of a file of which the names are given; files without a head may lack a prefix."""
     prefix = names.prefix if any(name.startswith(names.prefix) for name in found) else ""
-    wanted, twins, taken = shapes(config), _embeddings(names, config, prefix), []
-    embedding = next((name for name in twins if name in found), twins[0])
+    wanted, taken = shapes(config), []
+    twins = {_EMBEDDING: _embeddings(names, config, prefix), _TARGET: _target_embeddings(names, config)}
+    first = {path: next((name for name in group if name in found), group[0]) for path, group in twins.items() if group}
     for file, rule, paths in _entries(names, config, wanted):
         file = prefix + file.removeprefix(names.prefix) if file.startswith(names.prefix) else file
-        file = embedding if paths == [_EMBEDDING] else _old(file, names, found)
+        file = first.get(paths[0]) or _old(file, names, found)
         taken.append((file, rule, paths))
     left = sorted(set(found) - {file for file, *_ in taken})
     ignored = [name for name in left if re.fullmatch(names.buffers, name.removeprefix(prefix))]
-    copies = [name for name in left if name in twins and name not in ignored]
+    copies = {name: first[path] for path, group in twins.items() for name in group if name in {*left} - {*ignored}}
     unexpected = sorted(set(left) - {*ignored, *copies})
     zeros = [path for path in _per_layer(names.zeros, config) if path in wanted]
-    return Match(taken, zeros, embedding, copies, ignored, unexpected)
+    return Match(taken, zeros, copies, ignored, unexpected)
 
 
 def to_params(
@@ -101,8 +101,8 @@ def to_params(
     for path in match.zeros:
         kernel = found[f"{path.rpartition('/')[0]}/kernel"]
         found[path] = put(path, np.zeros(wanted[path], kernel.dtype))
-    for name in match.copies:
-        _check_copy(name, tensors[name], tensors[match.embedding])
+    for name, original in match.copies.items():
+        _check_copy(name, tensors[name], tensors[original])
     if match.unexpected:
         raise ValueError(f"no model of this config has the tensors {_some(match.unexpected)}")
     return _nested({path: found[path] for path in wanted})
@@ -184,9 +184,18 @@ def _checked(name: str, tensors: Mapping[str, Array], shape: tuple[int, ...]) ->
 def _embeddings(names: Names, config: Config, prefix: str) -> list[str]:
     """Return all names that the token embeddings may have: the rule's, and that of a head that is tied to them."""
     files = {path: rule.file for rule in names.rules for path in rule.paths}
-    head = [files[_HEAD]] if config.tie_embeddings and _HEAD in files else []
+    tied = config.tie_embeddings and config.target_vocab_size is None
+    head = [files[_HEAD]] if tied and _HEAD in files else []
     found = [files[_EMBEDDING], *names.embeddings, *head]
     return [prefix + name.removeprefix(names.prefix) if name.startswith(names.prefix) else name for name in found]
+
+
+def _target_embeddings(names: Names, config: Config) -> list[str]:
+    """Return the same of a decoder that has embeddings of its own: none, if it has not."""
+    files = {path: rule.file for rule in names.rules for path in rule.paths}
+    if config.target_vocab_size is None or _TARGET not in files:
+        return []
+    return [files[_TARGET]] + ([files[_HEAD]] if config.tie_embeddings and _HEAD in files else [])
 
 
 def _old(file: str, names: Names, found: Collection[str]) -> str:

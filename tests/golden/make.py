@@ -33,6 +33,10 @@ ref.npz of an encoder, in the folder `encoders`:
     left_ids, left_types, left_mask [2 T]       two texts, padding left; the second is ids
     left_logits [...]                of the first one; only its tokens, where there are logits for each
     right_...                        padding right
+
+ref.npz of `torch/original`, a model around torch.nn.Transformer, whose state dict is model.safetensors:
+    ids [2 T], mask [2 T]            two sources, padding right
+    target_ids [2 P], logits [2 P V]
 """
 
 import sys
@@ -41,6 +45,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 V, T, PROMPT, NEW, SEED = 56, 16, 8, 8, 20240607
@@ -321,10 +326,49 @@ def encoder(name, folder):
     return ref
 
 
+class Original(torch.nn.Module):
+    """Two vocabularies, learned positions, and PyTorch's own stacks between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.source, self.target = torch.nn.Embedding(V, 24), torch.nn.Embedding(V - 6, 24)
+        self.places = torch.nn.ModuleList([torch.nn.Embedding(T, 24) for _ in range(2)])
+        self.transformer = torch.nn.Transformer(24, 4, 3, 2, 40, batch_first=True)
+        self.head = torch.nn.Linear(24, V - 6)
+
+    def forward(self, ids, mask, target_ids):
+        x, y = (embed(ids) * 24**0.5 for embed, ids in ((self.source, ids), (self.target, target_ids)))
+        x, y = (x + table.weight[: x.shape[1]] for x, table in zip((x, y), self.places, strict=True))
+        hidden = mask == 0
+        ahead = torch.nn.Transformer.generate_square_subsequent_mask(y.shape[1])
+        paddings = {"src_key_padding_mask": hidden, "memory_key_padding_mask": hidden}
+        return self.head(self.transformer(x, y, tgt_mask=ahead, tgt_is_causal=True, **paddings))
+
+
+@torch.no_grad()
+def original(name, folder):
+    model = Original().train()  # the fast path of eval() is another program; there is no dropout but that of 0
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, torch.nn.MultiheadAttention):
+            module.dropout = 0.0
+    model.config = type("Config", (), {"model_type": "original"})
+    redraw(model, SEED)
+    draw = np.random.default_rng(SEED)
+    ids, mask = padded([draw.integers(V, size=T), draw.integers(V, size=T - 5)], left=False)
+    target = draw.integers(V - 6, size=(2, PROMPT))
+    logits = model(*map(torch.from_numpy, (ids, mask, target))).numpy()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({key: x.bfloat16() for key, x in model.state_dict().items()}, folder / "model.safetensors")
+    return {"ids": ids, "mask": mask, "target_ids": target, "logits": logits}
+
+
 def main(folder, names):
-    for name in names or [*DECODERS, *ENCODER_DECODERS, *ENCODERS]:
+    for name in names or [*DECODERS, *ENCODER_DECODERS, *ENCODERS, "original"]:
         make = decoder if name in DECODERS else encoder_decoder if name in ENCODER_DECODERS else encoder
-        target = folder / "encoders" / name if make is encoder else folder / name
+        make = original if name == "original" else make
+        target = folder / {encoder: "encoders", original: "torch"}.get(make, "") / name
         ref = make(name, target)
         small = {key: x.astype(np.int16) if x.dtype == np.int64 else x for key, x in ref.items()}
         np.savez_compressed(target / "ref.npz", **small)
