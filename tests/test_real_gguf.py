@@ -10,6 +10,8 @@ or let JAXFORMER_SMOLLM2 name a copy of SmolLM2-135M-Instruct.Q4_1.gguf.
 import importlib.metadata
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -132,3 +134,56 @@ def test_the_logits_of_a_text(logits):
     np.testing.assert_allclose(logsumexp, golden["logsumexp"], atol=PUBLISHED)
     found = logsumexp[:-1] - row[np.arange(31), golden["ids"][1:]]
     np.testing.assert_allclose(found, golden["token_nll"], atol=PUBLISHED)
+
+
+# Through the front door -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    return jf.load(find())
+
+
+def test_it_writes_what_the_reference_writes(smollm2):
+    ids = jnp.array([GOLDEN["prompt_ids"]])
+    new = jf.generate(smollm2.model, smollm2.params, ids, max_new_tokens=len(GOLDEN["greedy_new_tokens"]))
+    assert new.ids[0].tolist() == GOLDEN["greedy_new_tokens"]
+    assert smollm2.tokenizer.decode(new.ids[0].tolist()).startswith(" are")
+
+
+def test_verbs_agree_with_their_subjects_and_not_with_the_nouns_between(smollm2):
+    """log P(are or were) - log P(is or was) after each text, among them "The keys to the cabinet"."""
+    texts = [case["ids"] for case in GOLDEN["agreement"]]
+    length = max(map(len, texts))
+    ids = np.array([[0] * (length - len(text)) + text for text in texts])
+    positions = np.array([[-1] * (length - len(text)) + list(range(len(text))) for text in texts])
+    logits = np.asarray(smollm2.model.apply({"params": smollm2.params}, jnp.asarray(ids), jnp.asarray(positions)))[
+        :, -1
+    ]
+    are, were, is_, was = (smollm2.tokenizer.encode(verb).ids[0] for verb in (" are", " were", " is", " was"))
+    found = np.logaddexp(logits[:, are], logits[:, were]) - np.logaddexp(logits[:, is_], logits[:, was])
+    np.testing.assert_allclose(found, [case["plural_minus_singular"] for case in GOLDEN["agreement"]], atol=PUBLISHED)
+    for text, score in zip(GOLDEN["agreement"], found, strict=True):
+        subject = text["prefix"].split()[1]
+        assert (score > 0) == (subject.endswith("s") or subject == "children"), text["prefix"]
+    assert len(found) == 20
+
+
+MEASURE = """
+import resource, sys, time
+import jax, jaxformer as jf
+jax.numpy.zeros(1).block_until_ready()
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before, start = peak(), time.perf_counter()
+params = jf.load(sys.argv[1], dtype="float32").params
+jax.block_until_ready(params)
+print(time.perf_counter() - start, (peak() - before) / jf.trees.num_bytes(params))
+"""
+
+
+def test_loading_takes_seconds_and_little_more_memory_than_the_model():
+    found = subprocess.run([sys.executable, "-c", MEASURE, str(find())], check=True, capture_output=True, text=True)
+    seconds, sizes = map(float, found.stdout.split())
+    assert seconds < 6
+    assert sizes < 2
