@@ -27,6 +27,7 @@ from jaxformer.convert.files import json_object, map_file, replace_file
 from jaxformer.convert.from_gguf import as_folder
 from jaxformer.convert.gguf import GGUFFile
 from jaxformer.convert.shards import is_there, load_folder
+from jaxformer.convert.special import SpecialIds, read_special
 from jaxformer.convert.tensors import shapes, to_params, to_tensors
 from jaxformer.convert.torch_file import TORCH, load_torch
 from jaxformer.models import Model, build
@@ -44,12 +45,14 @@ class Pretrained:
       model: `build(config)`.
       params: its parameters, in the layout of a loop over layers.
       tokenizer: a `tokenizers.Tokenizer`; None where the checkpoint has none.
+      special: the tokens that begin, end and fill a text, as `generate` wants them.
     """
 
     config: Config
     model: Model
     params: dict[str, Any]
     tokenizer: Any
+    special: SpecialIds
 
 
 def load(
@@ -99,6 +102,7 @@ def save(
     params: Any,
     *,
     tokenizer: Any = None,
+    special: SpecialIds | None = None,
     family: str | None = None,
     max_shard_bytes: int = _SHARD_BYTES,
 ) -> None:
@@ -111,6 +115,8 @@ def save(
       path: the folder, new or not.
       params: of the config's model, stacked if it scans its layers.
       tokenizer: a `tokenizers.Tokenizer` or a `jaxformer.tokenizers.Tokenizer`, kept as tokenizer.json.
+      special: tokens that begin, end and fill a text, such as those of the model that was loaded. None: only what the
+        classes of the family cannot do without.
       family: name in config.json of the family to write, such as "gpt2"; None: the first that can be this config.
       max_shard_bytes: bytes of tensors in one file; a larger model is spread over several.
 
@@ -123,6 +129,7 @@ def save(
     tensors = to_tensors(written.names, config, params)
     safetensors.save(path / "model.safetensors", tensors, {"format": "pt"}, max_shard_bytes=max_shard_bytes)
     source = written.source(config) | {"dtype": str(next(iter(tensors.values())).dtype)}
+    source |= {} if special is None else special.source()
     replace_file(path / "config.json", [json.dumps(source, indent=2, sort_keys=True).encode() + b"\n"])
     if tokenizer is not None:
         text = tokenizer.to_json() if hasattr(tokenizer, "to_json") else tokenizer.to_str(pretty=True)
@@ -133,9 +140,20 @@ def _load_folder(
     path: Path, head: str | None, dtype: str | None, mesh: Mesh | None, tokenizer: bool, torch_files: bool
 ) -> Pretrained:
     said = path / "config.json"
-    family, config = _read_config(said, json_object(str(said), bytes(map_file(said))), head)
+    source = json_object(str(said), bytes(map_file(said)))
+    family, config = _read_config(said, source, head)
+    special = _special(path, source, config)
     params = _read_params(path, family, config, _tensors(path, torch_files), _placed(config, dtype, mesh))
-    return _pretrained(config, params, load_tokenizer(path / "tokenizer.json") if tokenizer else None)
+    return _pretrained(config, params, load_tokenizer(path / "tokenizer.json") if tokenizer else None, special)
+
+
+def _special(path: Path, source: dict[str, Any], config: Config) -> SpecialIds:
+    more = path / "generation_config.json"
+    generation = json_object(str(more), bytes(map_file(more))) if more.exists() else {}
+    try:
+        return read_special(source, generation, config.of_decoder.vocab_size)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _tensors(path: Path, torch_files: bool) -> dict[str, NDArray[Any]]:
@@ -154,12 +172,13 @@ def _load_gguf(path: Path, head: str | None, dtype: str | None, mesh: Mesh | Non
     source, tensors = as_folder(file)
     family, config = _read_config(path, source, head)
     numbers = sum(math.prod(info.shape) for info in file.tensors.values())
+    special = read_special(source, {}, config.vocab_size)
     params = _read_params(path, family, config, tensors, _placed(config, dtype, mesh), numbers)
     if not tokenizer:
-        return _pretrained(config, params, None)
+        return _pretrained(config, params, None, special)
     from jaxformer.convert import gguf_tokenizer  # needs the `tokenizers` library
 
-    return _pretrained(config, params, gguf_tokenizer.tokenizer(file))
+    return _pretrained(config, params, gguf_tokenizer.tokenizer(file), special)
 
 
 def _read_config(path: Path, source: dict[str, Any], head: str | None) -> tuple[Family, Config]:
@@ -208,8 +227,8 @@ def load_tokenizer(path: Path) -> Any:
         raise ValueError(f"{path} is no tokenizer: {error}") from error
 
 
-def _pretrained(config: Config, params: dict[str, Any], tokenizer: Any) -> Pretrained:
+def _pretrained(config: Config, params: dict[str, Any], tokenizer: Any, special: SpecialIds) -> Pretrained:
     """Say in the config in which type the parameters are stored, and build its model."""
     stored = params["embed"]["token"]["embedding"].dtype
     config = dataclasses.replace(config, param_dtype="bfloat16" if stored == jnp.bfloat16 else "float32")
-    return Pretrained(config, build(config), params, tokenizer)
+    return Pretrained(config, build(config), params, tokenizer, special)

@@ -36,7 +36,7 @@ NAMES = original.names("transformer", **WHERE)
 
 
 def tensors():
-    return {name: np.array(x, np.float32) for name, x in safetensors.load(GOLDEN / "model.safetensors").items()}
+    return {name: np.array(x, np.float32) for name, x in safetensors.load(GOLDEN / "state_dict.safetensors").items()}
 
 
 def test_the_logits_are_pytorchs():

@@ -19,7 +19,7 @@ from jaxformer.tokenizers import Tokenizer
 from jaxformer.trees import path_name
 
 GOLDEN = Path(__file__).parent / "golden"
-NAMES = sorted(str(path.parent.relative_to(GOLDEN)) for path in GOLDEN.rglob("ref.npz"))
+NAMES = sorted(str(path.parent.relative_to(GOLDEN)) for path in GOLDEN.rglob("config.json"))
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 

@@ -134,6 +134,16 @@ def test_greedy_targets_and_their_cached_logits_are_those_of_the_reference(name)
     np.testing.assert_array_equal(ids, wanted["greedy_ids"])
 
 
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_generate_writes_the_greedy_targets_of_the_reference(name):
+    model, wanted = loaded(name), reference(name)
+    assert model.special.start == wanted["greedy_ids"][0, 0]
+    found = jf.generate(
+        model.model, model.params, wanted["ids"], target_ids=wanted["greedy_ids"][:, :1], max_new_tokens=8
+    )
+    np.testing.assert_array_equal(found.ids, wanted["greedy_ids"][:, 1:])
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_cached_logits_are_the_full_logits(name):
     """With the reference's tokens as the text: greedy ids alone repeat themselves too soon to show much."""

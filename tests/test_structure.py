@@ -45,11 +45,8 @@ LEVELS = [
     ],
     ["convert.gguf_config", "convert.from_gguf", "convert.gguf_tokenizer"],
     [
-        *(
-            f"convert.{name}"
-            for name in ("names", "tensors", "keys", "rope", "family", *FAMILIES, "families", "original")
-        ),
-        *("pretrained", "inspection"),
+        *(f"convert.{name}" for name in ("names", "tensors", "original", "keys", "rope", "family", *FAMILIES)),
+        *("convert.families", "convert.special", "pretrained", "inspection"),
     ],
     ["cli"],
     ["jaxformer"],

@@ -34,7 +34,7 @@ ref.npz of an encoder, in the folder `encoders`:
     left_logits [...]                of the first one; only its tokens, where there are logits for each
     right_...                        padding right
 
-ref.npz of `torch/original`, a model around torch.nn.Transformer, whose state dict is model.safetensors:
+ref.npz of `torch/original`, a model around torch.nn.Transformer, whose state dict is state_dict.safetensors:
     ids [2 T], mask [2 T]            two sources, padding right
     target_ids [2 P], logits [2 P V]
 """
@@ -360,7 +360,7 @@ def original(name, folder):
     target = draw.integers(V - 6, size=(2, PROMPT))
     logits = model(*map(torch.from_numpy, (ids, mask, target))).numpy()
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({key: x.bfloat16() for key, x in model.state_dict().items()}, folder / "model.safetensors")
+    save_file({key: x.bfloat16() for key, x in model.state_dict().items()}, folder / "state_dict.safetensors")
     return {"ids": ids, "mask": mask, "target_ids": target, "logits": logits}
 
 
