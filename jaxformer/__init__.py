@@ -7,13 +7,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from jaxformer import attention, heads, losses, optim, sampling, sharding, trees
+from jaxformer.beam import Beams, beam_search
 from jaxformer.cache import cache_bytes, init_cache
 from jaxformer.config import Config
 from jaxformer.encoder_decoder import EncoderDecoder
-from jaxformer.generate import Generation, generate, pad_prompts, stream
+from jaxformer.generate import Generation, generate, stream
 from jaxformer.masks import Mask
 from jaxformer.models import Decoder, Encoder, build
 from jaxformer.presets import PRESETS
+from jaxformer.prompts import pad_prompts
 from jaxformer.rotary import Rotary
 from jaxformer.score import Score, score, score_long
 
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "PRESETS",
+    "Beams",
     "Config",
     "Decoder",
     "Encoder",
@@ -39,6 +42,7 @@ __all__ = [
     "Score",
     "TrainState",
     "attention",
+    "beam_search",
     "build",
     "cache_bytes",
     "checkpoint",

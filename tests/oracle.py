@@ -506,7 +506,7 @@ def stack(
     for i in range(config["num_layers"]):
         window = of_layer(config["window"], i)
         ok = allowed(positions, positions, segments, segments, causal=causal, window=window, prefix=prefix)
-        own = i // (config["num_layers"] // (config["num_distinct_layers"] or config["num_layers"]))  # Lan et al. 2020
+        own = i * (config["num_distinct_layers"] or config["num_layers"]) // config["num_layers"]  # Lan et al. 2020
         streams.append(block(streams[-1], p[f"layers_{own}"], config, positions, ok, bias, i, source))
     has_norm = config["residual"] != "post" if config["final_norm"] is None else config["final_norm"]
     return [*streams, norm(streams[-1], p["final_norm"], config) if has_norm else streams[-1]]
@@ -720,3 +720,33 @@ def clip_by_global_norm(tree: Any, max_norm: float) -> Any:
         return {name: scaled(leaf) for name, leaf in t.items()} if isinstance(t, dict) else f64(t) * factor
 
     return scaled(tree)
+
+
+def beam_search(
+    logprobs: Any,
+    prompt: list[int],
+    steps: int,
+    beams: int,
+    eos: tuple[int, ...] = (),
+    penalty: float = 1.0,
+    only_finished: bool = False,
+) -> list[tuple[float, float, list[int]]]:
+    """(score, log-probability, new tokens) of the `beams` best texts (Wu et al. 2016, section 7, without coverage).
+
+    logprobs: a function from a text to the log-probabilities [V] of its next token. No search ends early.
+    """
+    unfinished, finished = [(0.0, [])], []
+    for _ in range(steps):
+        longer = [
+            (total + p, [*text, token])
+            for total, text in unfinished
+            for token, p in enumerate(logprobs([*prompt, *text]))
+        ]
+        longer.sort(reverse=True)
+        finished += [pair for pair in longer[:beams] if pair[1][-1] in eos]
+        unfinished = [pair for pair in longer if pair[1][-1] not in eos][:beams]
+    ranked = [
+        (total / len(text) ** penalty, total, text)
+        for total, text in [*finished, *([] if only_finished else unfinished)]
+    ]
+    return sorted(ranked, reverse=True)[:beams]

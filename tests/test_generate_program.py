@@ -14,6 +14,7 @@ import pytest
 import jaxformer as jf
 from jaxformer import decoding as program
 from jaxformer.decoding import Choice, Prompt
+from jaxformer.prompts import make_prompt
 from jaxformer.sampling import chain, temperature, top_k, top_p
 
 checks = importlib.import_module("jaxformer.generate")  # jf.generate is the function of this name
@@ -227,7 +228,7 @@ def test_the_cost_of_a_token_does_not_grow_with_the_capacity(fields):
 
 def test_the_cache_has_room_for_the_prompt_and_the_new_tokens_and_no_more():
     made, params = model(max_len=24)
-    prompt = checks._prompt(made, draw.ids(2, 5), None, None, None, None)
+    prompt = make_prompt(made, draw.ids(2, 5), None, None, None)
     choice = checks._choice(29, jf.sampling.greedy, None, None, (), None)
     state = program.prefill(made, params, prompt, choice, new=6, cache_kind="dense", num_samples=1)
     assert state.cache.capacity == 11

@@ -268,8 +268,9 @@ def test_mlp_plain_and_gated():
 # Whole models ---------------------------------------------------------------------------------------------------------
 
 CONFIG = {
-    "vocab_size": 11, "max_len": 16, "d_model": 8, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "d_head": 4,
-    "d_ff": 12, "residual": "pre", "norm": "layernorm", "norm_eps": 1e-5, "positions": "rotary",
+    "vocab_size": 11, "max_len": 16, "d_model": 8, "num_layers": 2, "num_distinct_layers": None,
+    "num_heads": 4, "num_kv_heads": 2, "d_head": 4, "d_ff": 12,
+    "residual": "pre", "norm": "layernorm", "norm_eps": 1e-5, "positions": "rotary",
     "rotary": {"base": 100.0, "width": None, "scaling": "none", "factor": 1.0, "magnitude": None},
     "qk_norm": False, "softcap": None, "window": None, "embed_norm": False, "logit_scale": None, "head_bias": False,
     "logit_softcap": None, "final_norm": None,
@@ -380,8 +381,8 @@ def test_attention_scale_multiplies_the_queries():
 def test_one_layer_by_hand(residual):
     """Queries and keys 0, values and outputs the identity, no feed-forward: x plus the mean of what is visible."""
     config = CONFIG | {
-        "residual": residual, "norm": "rmsnorm", "norm_eps": 0.5, "positions": "none", "num_layers": 1, "num_heads": 1,
-        "bias": False, "embed_scale": True, "vocab_size": 3, "d_model": 4,
+        "residual": residual, "norm": "rmsnorm", "norm_eps": 0.5, "positions": "none", "num_layers": 1,
+        "num_distinct_layers": None, "num_heads": 1, "bias": False, "embed_scale": True, "vocab_size": 3, "d_model": 4,
     }  # fmt: skip
     eye, E = np.eye(4), np.array([[1.0, 0, 0, 0], [0, 2.0, 0, 0], [0, 0, 3.0, 0]])
     attn = {name: {"kernel": zeros(4, 1, 4)} for name in ("q_proj", "k_proj")}

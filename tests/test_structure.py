@@ -38,7 +38,7 @@ LEVELS = [
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
     ["losses", "history", "transforms", "penalties", "sampling", "optim"],
     ["layers", "positions", "biases", "embeddings", "heads", "multi_head", "blocks", "encoder_decoder", "models"],
-    ["decoding", "generate", "score", "corpus", "tokenizers", "data", "train", "checkpoint"],
+    ["decoding", "prompts", "generate", "beam", "score", "corpus", "tokenizers", "data", "train", "checkpoint"],
     [
         *("convert", "convert.files", "convert.shards", "convert.safetensors", "convert.gguf", "convert.pickles"),
         "convert.torch_file",
