@@ -18,6 +18,7 @@ from jaxformer.presets import PRESETS
 from jaxformer.prompts import pad_prompts
 from jaxformer.rotary import Rotary
 from jaxformer.score import Score, score, score_long
+from jaxformer.speculative import DraftModel, PromptLookUp, Speculation, speculate
 
 if TYPE_CHECKING:
     from jaxformer import checkpoint, corpus, data, inspection, pretrained, tokenizers, train
@@ -32,14 +33,17 @@ __all__ = [
     "Beams",
     "Config",
     "Decoder",
+    "DraftModel",
     "Encoder",
     "EncoderDecoder",
     "Generation",
     "Inspection",
     "Mask",
     "Pretrained",
+    "PromptLookUp",
     "Rotary",
     "Score",
+    "Speculation",
     "TrainState",
     "attention",
     "beam_search",
@@ -68,6 +72,7 @@ __all__ = [
     "score",
     "score_long",
     "sharding",
+    "speculate",
     "stream",
     "tokenizers",
     "train",

@@ -156,17 +156,15 @@ def _run(
         return (state.step < new) & (state.logprobs > -jnp.inf).any()
 
     def body(state: _State) -> _State:
-        place = jnp.maximum(state.history.lengths - 1, 0)[:, None]
-        newest = jnp.take_along_axis(state.history.ids, place, axis=1)[:, 0]
         # Rows without a text write empty slots.
         live = state.logprobs.reshape(-1) > -jnp.inf
-        token, position = jnp.where(live, newest, 0), jnp.where(live, state.position, -1)
-        logits, cache = read_token(model, params, token, position, state.cache)
+        position = jnp.where(live, state.position, -1)
+        logits, cache = read_token(model, params, state.history.newest(), position, state.cache)
         return _extend(search, new, dataclasses.replace(state, cache=cache), logits)
 
     state = jax.lax.while_loop(goes_on, body, state)
     # What has not ended is a text too.
-    texts = _texts(search, state.history, new).reshape(B, K, new)
+    texts = state.history.new_ids(new, search.pad_id).reshape(B, K, new)
     return _merged(state.best, _beams(search, texts, state.logprobs, state.step))
 
 
@@ -184,7 +182,7 @@ def _extend(search: _Search, new: int, state: _State, logits: Float[Array, "R V"
     parent, token = jnp.arange(B)[:, None] * K + place // V, (place % V).astype(jnp.int32)
     ends, step = jnp.isin(token, search.eos_ids), state.step + 1
 
-    texts = _texts(search, state.history, new)[parent].at[:, :, state.step].set(token)
+    texts = state.history.new_ids(new, search.pad_id)[parent].at[:, :, state.step].set(token)
     ended = jnp.where(ends & (jnp.arange(totals.shape[1]) < K), totals, -jnp.inf)
     best = _merged(state.best, _beams(search, texts, ended, step))
 
@@ -206,13 +204,6 @@ def _is_over(search: _Search, new: int, state: _State) -> Bool[Array, " B"]:
     is_full = worst > -jnp.inf
     hopeless = search.score(state.logprobs.max(axis=1), longest) <= worst
     return is_full & (hopeless | search.early_stopping)
-
-
-def _texts(search: _Search, history: History, new: int) -> Int[Array, "R new"]:
-    """Returns the new tokens of each row."""
-    place = history.prompt_lengths[:, None] + jnp.arange(new)
-    found = jnp.take_along_axis(history.ids, place, axis=1)
-    return jnp.where(found < 0, search.pad_id, found)
 
 
 def _beams(search: _Search, texts: Array, logprobs: Array, length: Array) -> Beams:

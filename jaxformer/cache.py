@@ -282,3 +282,13 @@ def take_rows(cache: Cache, rows: Int[Array, " b"]) -> Cache:
     layers = jax.tree.map(lambda leaf: leaf[:, rows], cache.layers)
     source = None if cache.source_positions is None else cache.source_positions[rows]
     return dataclasses.replace(cache, layers=layers, positions=cache.positions[rows], source_positions=source)
+
+
+def keep(cache: Cache, length: Int[Array, ""], counts: Int[Array, " B"]) -> Cache:
+    """Returns the cache with `counts` of the tokens that each row was given after it held `length`.
+
+    The line ends with the row that keeps most; the others have empty slots there. It must not be a ring.
+    """
+    kept = jnp.arange(cache.capacity) < length + counts[:, None]
+    positions = jnp.where(kept, cache.positions, -1)
+    return dataclasses.replace(cache, positions=positions, length=length + counts.max())

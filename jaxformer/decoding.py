@@ -104,15 +104,19 @@ def read_prompt(model: Generator, params: Any, prompt: Prompt, cache: Cache) -> 
     return apply(jnp.take_along_axis(x, last, axis=1), method="unembed")[:, 0], cache
 
 
+def read_tokens(
+    model: Generator, params: Any, ids: Int[Array, "B T"], positions: Int[Array, "B T"], cache: Cache
+) -> tuple[Float[Array, "B T V"], Cache]:
+    """Returns the logits after each of some more tokens, and the cache that holds them."""
+    apply: Callable[..., Any] = partial(model.apply, {"params": params}, ids, cache=cache)
+    return apply(positions=positions, method="decode") if isinstance(model, EncoderDecoder) else apply(positions)
+
+
 def read_token(
     model: Generator, params: Any, token: Int[Array, " B"], position: Int[Array, " B"], cache: Cache
 ) -> tuple[Float[Array, "B V"], Cache]:
     """Returns the logits after one more token, and the cache that holds it."""
-    apply: Callable[..., Any] = partial(model.apply, {"params": params}, token[:, None], cache=cache)
-    if isinstance(model, EncoderDecoder):
-        logits, cache = apply(positions=position[:, None], method="decode")
-    else:
-        logits, cache = apply(position[:, None])
+    logits, cache = read_tokens(model, params, token[:, None], position[:, None], cache)
     return logits[:, 0], cache
 
 

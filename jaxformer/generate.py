@@ -13,7 +13,7 @@ from jaxtyping import Array, Key
 from jaxformer import sampling
 from jaxformer.cache import Cache
 from jaxformer.decoding import LOOPS, Choice, Generator, State, decode, prefill, run
-from jaxformer.prompts import Ids, TargetIds, check_room, check_tokens, make_prompt, vocab_size_of
+from jaxformer.prompts import Ids, TargetIds, check_key, check_room, check_tokens, make_prompt, vocab_size_of
 from jaxformer.trees import Leaf
 
 
@@ -130,17 +130,11 @@ def _tokens(model: Generator, params: Any, state: State, choice: Choice, max_new
 
 def _choice(vocab_size: int, sampler: Any, key: Any, eos_id: Any, stop: Any, pad_id: int | None) -> Choice:
     eos_ids, pad_id = check_tokens(vocab_size, eos_id, pad_id, stop)
-    if key is None and sampling.needs_key(sampler):
-        raise ValueError(f"{sampler} needs a key; pass key=jax.random.key(seed), or sampler=sampling.greedy")
-    if key is not None and not (jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key) and key.ndim == 0):
-        raise ValueError(
-            f"key is {jnp.result_type(key)}{list(jnp.shape(key))}; pass one typed key, jax.random.key(seed)"
-        )
     longest = max(map(len, stop), default=0)
     stops = [[-1] * (longest - len(tokens)) + list(tokens) for tokens in stop]
     return Choice(
         sampling.as_pytree(sampler),
-        jax.random.key(0) if key is None else key,
+        check_key(sampler, key),
         jnp.asarray(eos_ids, jnp.int32),
         jnp.asarray(stops, jnp.int32) if stops else None,
         jnp.asarray(pad_id, jnp.int32),

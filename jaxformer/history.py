@@ -40,6 +40,23 @@ class History:
         ids = self.ids.at[_rows(token), place].set(token, mode="drop")
         return dataclasses.replace(self, ids=ids, lengths=self.lengths + ~done)
 
+    def extend(self, tokens: Int[Array, "B T"], counts: Int[Array, " B"]) -> "History":
+        """Returns the history with the first `counts` of these tokens in each row."""
+        index = jnp.arange(tokens.shape[1])
+        place = jnp.where(index < counts[:, None], self.lengths[:, None] + index, self.ids.shape[1])
+        ids = self.ids.at[_rows(tokens)[:, None], place].set(tokens, mode="drop")
+        return dataclasses.replace(self, ids=ids, lengths=self.lengths + counts)
+
+    def newest(self) -> Int[Array, " B"]:
+        """Returns the last token of each row; 0 where there is none."""
+        last = jnp.maximum(self.lengths - 1, 0)[:, None]
+        return jnp.maximum(jnp.take_along_axis(self.ids, last, axis=1)[:, 0], 0)
+
+    def new_ids(self, new: int, pad_id: Int[Array, ""]) -> Int[Array, "B new"]:
+        """Returns the first `new` tokens after the prompt, padded."""
+        found = jnp.take_along_axis(self.ids, self.prompt_lengths[:, None] + jnp.arange(new), axis=1)
+        return jnp.where(found < 0, pad_id, found)
+
     def counts(self, vocab_size: int, *, new_only: bool = False) -> Int[Array, "B V"]:
         """Returns how often each token stands in the text, or in its new part."""
         counted = self.ids >= 0

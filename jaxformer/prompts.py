@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from jaxformer import sampling
 from jaxformer.cache import KINDS, Cache
 from jaxformer.decoding import Generator, Prompt
 from jaxformer.embeddings import check_ids, check_positions
@@ -142,3 +143,18 @@ def check_tokens(
     if not all(len(tokens) for tokens in stop):
         raise ValueError(f"stop={stop} holds an empty run, which every text ends with")
     return eos_ids, pad_id
+
+
+def check_key(sampler: Any, key: Any) -> Any:
+    """Returns the key of the draws, or any if nothing is left to chance.
+
+    Raises:
+      ValueError: no key where there are draws, or what is not one typed key.
+    """
+    if key is None and sampling.needs_key(sampler):
+        raise ValueError(f"{sampler} needs a key; pass key=jax.random.key(seed), or sampler=sampling.greedy")
+    if key is not None and not (jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key) and key.ndim == 0):
+        raise ValueError(
+            f"key is {jnp.result_type(key)}{list(jnp.shape(key))}; pass one typed key, jax.random.key(seed)"
+        )
+    return jax.random.key(0) if key is None else key
