@@ -6,7 +6,7 @@ Modules that need a heavy library (`tokenizers`, `grain`, `orbax`) are imported 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxformer import attention, heads, losses, optim, sampling, sharding, trees
+from jaxformer import attention, heads, int8, losses, optim, sampling, sharding, trees
 from jaxformer.beam import Beams, beam_search
 from jaxformer.cache import cache_bytes, init_cache
 from jaxformer.config import Config
@@ -60,6 +60,7 @@ __all__ = [
     "init_state",
     "inspect",
     "inspection",
+    "int8",
     "load",
     "losses",
     "make_eval_step",
