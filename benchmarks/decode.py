@@ -7,8 +7,8 @@ they take turns, so that what disturbs the machine disturbs all of them. Time pe
 new tokens less that of a call that makes one: the prompt and the first token are no part of it.
 
 The limit is what reading the memory allows: bytes of weights and of the cache's slots in use that each token needs,
-over the bytes per second of the best of two plain reads of a large array, a sum and a product with a vector, timed
-among the others.
+over the bytes per second of the better of two plain reads of a large array, a sum and a product with a vector, timed
+among the others; medians too.
 """
 
 import dataclasses
@@ -165,11 +165,14 @@ def measure(cases: list[Case], settings: Settings) -> tuple[dict[str, dict[str, 
     for case in cases:
         case.run(1)
     seconds: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
-    bandwidth = [READ_BYTES / timed(read) for read in reads for _ in range(2)]
+    for read in reads:
+        read()
+    passes: list[list[float]] = [[] for _ in reads]
     for _ in range(settings.repetitions):
         for case in cases:
             seconds[case.name].append((timed(case.run, 1), timed(case.run, settings.new)))
-        bandwidth += [READ_BYTES / timed(read) for read in reads]
+        for read, of_read in zip(reads, passes, strict=True):
+            of_read.append(timed(read))
     found = {
         name: {
             "first": statistics.median(one for one, _ in pairs),
@@ -178,7 +181,7 @@ def measure(cases: list[Case], settings: Settings) -> tuple[dict[str, dict[str, 
         }
         for name, pairs in seconds.items()
     }
-    return found, max(bandwidth), tokens
+    return found, max(READ_BYTES / statistics.median(of_read) for of_read in passes), tokens
 
 
 def memory(loaded: Any, settings: Settings) -> dict[str, int]:
