@@ -162,6 +162,13 @@ def test_the_oracle_agrees(name):
     draw.close(found, wanted["logits"], REFERENCE)
 
 
+@pytest.mark.parametrize("name", ["bart", "mbart", "marian"])
+def test_a_wrong_epsilon_that_no_file_says_moves_the_logits(name):
+    model, wanted = loaded(name), reference(name)
+    other = jf.build(dataclasses.replace(model.config, norm_eps=1e-3))
+    assert abs(draw.logits(other, model.params, *texts(wanted)) - wanted["logits"]).max() > REFERENCE
+
+
 @pytest.mark.parametrize(("name", "changes"), [
     ("gpt2", {"layer_norm_epsilon": 1e-3}),
     ("gpt2", {"activation_function": "gelu"}),
