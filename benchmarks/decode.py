@@ -13,6 +13,7 @@ among the others; medians too.
 
 import dataclasses
 import datetime
+import importlib
 import importlib.metadata
 import json
 import os
@@ -126,9 +127,8 @@ def our_cases(loaded: Any, settings: Settings) -> list[Case]:
 def their_case(loaded: Any, settings: Settings) -> Case:
     """Returns the way of transformers, with the same weights."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    import torch
-    import transformers
-
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
     with tempfile.TemporaryDirectory() as folder:
         jf.save(folder, loaded.config, loaded.params)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
