@@ -95,5 +95,6 @@ def _quantized(name: str, kernel: Any) -> Int8Kernel:
 @partial(jax.jit, static_argnums=1)
 def _round(kernel: Array, inputs: tuple[int, ...]) -> Int8Kernel:
     kernel = kernel.astype(jnp.float32)
-    scale = jnp.abs(kernel).max(axis=inputs, keepdims=True) / 127
-    return Int8Kernel(jnp.round(kernel / jnp.where(scale == 0, 1, scale)).astype(jnp.int8), scale)
+    # A scale below the smallest normal number would be flushed to 0, and all weights of its output with it.
+    scale = jnp.maximum(jnp.abs(kernel).max(axis=inputs, keepdims=True) / 127, jnp.finfo(jnp.float32).tiny)
+    return Int8Kernel(jnp.round(kernel / scale).astype(jnp.int8), scale)

@@ -51,7 +51,9 @@ class Projection(nn.Module):
         init = nn.initializers.normal(np.sqrt(self.gain / np.prod([sizes[kernel_letters[i]] for i in contracted])))
         kernel = self.param("kernel", init, [sizes[letter] for letter in kernel_letters], param_dtype)
         out_dtype = jnp.dtype(self.out_dtype or dtype)
-        y = jnp.einsum(self.equation, x.astype(dtype), kernel.astype(dtype), preferred_element_type=out_dtype)
+        # An einsum sums over the letters by alphabet, H before N, and so copies the kernel of o_proj in every call.
+        axes = [x_letters.index(kernel_letters[i]) for i in contracted], contracted
+        y = jnp.tensordot(x.astype(dtype), kernel.astype(dtype), axes, preferred_element_type=out_dtype)
         if self.bias:
             letters = [letter for letter in output if letter in kernel_letters]
             bias = self.param("bias", nn.initializers.zeros, [sizes[letter] for letter in letters], param_dtype)

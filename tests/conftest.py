@@ -14,8 +14,10 @@ from jaxtyping import install_import_hook
 # Every call of the package is checked against its annotations, shapes included, while the tests run.
 install_import_hook("jaxformer", "beartype.beartype")
 
-# A deadline would measure the machine, and the first example of a test compiles.
-hypothesis.settings.register_profile("jaxformer", deadline=None)
+# A deadline would measure the machine, and the first example of a test compiles. The same examples come in every run,
+# so that a change is judged by what it changed; `pytest --hypothesis-profile=explore` draws new ones.
+hypothesis.settings.register_profile("jaxformer", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("jaxformer")
 
 jax.config.update("jax_num_cpu_devices", 8)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tolerances import FLOAT32
@@ -56,10 +56,14 @@ def test_each_output_has_a_scale_and_its_largest_weight_is_exact(name, shape, in
 
 
 @given(hnp.arrays(np.float32, (4, 3), elements=st.floats(-(2.0**100), 2.0**100, width=32)))
+@example(np.full((4, 3), 2e-37, np.float32))
+@example(np.full((4, 3), 1.4e-36, np.float32))
 def test_no_weight_is_off_by_more_than_half_a_step(kernel):
     found = int8_of(kernel, "decoder/layers_0/mlp/up_proj")
     off = np.abs(np.asarray(found.astype("float32"), np.float64) - kernel)
-    assert (off <= np.asarray(found.scale, np.float64) * 0.50001 + 1e-37).all()
+    # The quotient and the product round up to 127 steps by 2^-24 of them each; XLA takes subnormal weights for 0.
+    limits = np.finfo(np.float32)
+    assert (off <= np.asarray(found.scale, np.float64) * (0.5 + 127 * limits.eps) + limits.tiny).all()
 
 
 @pytest.mark.parametrize("scan", [False, True])
