@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import draw
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -35,6 +36,10 @@ def config(source):
 
 def changed(name, **changes):
     return {key: value for key, value in (said(name) | changes).items() if value is not GONE}
+
+
+def same(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
 # The two spellings ----------------------------------------------------------------------------------------------------
@@ -275,6 +280,24 @@ def test_buffers_and_prefixes_are_as_published_files_have_them(tmp_path):
                                wanted["decoder"]["layers_1"]["attn"]["k_proj"]["kernel"])  # fmt: skip
     safetensors.save(folder / "model.safetensors", dict(tensors) | {"transformer.h.2.attn.bia": np.ones(3, np.uint8)})
     with pytest.raises(ValueError, match=r"has the tensors 'transformer\.h\.2\.attn\.bia'"):
+        jf.load(folder)
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "marian"])
+def test_a_model_saved_without_its_head_has_the_tied_one(name, tmp_path):
+    """As facebook/bart-base is published: names without `model.`, and no bias of the head."""
+    wanted, tensors = jf.load(GOLDEN / name).params, dict(safetensors.load(GOLDEN / name))
+    bias = tensors.pop("final_logits_bias")
+    folder = with_tensors(name, tmp_path / "bare", {})
+    safetensors.save(folder / "model.safetensors", {key.removeprefix("model."): x for key, x in tensors.items()})
+    found = jf.load(folder)
+    np.testing.assert_array_equal(found.params["lm_head"]["bias"], 0)
+    assert found.params["lm_head"]["bias"].shape == (bias.size,)
+    same(found.params | {"lm_head": wanted["lm_head"]}, wanted)
+    jf.save(tmp_path / "again", found.config, found.params)
+    same(jf.load(tmp_path / "again").params, found.params)
+    safetensors.save(folder / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match=r"'final_logits_bias' of shape .* is missing"):
         jf.load(folder)
 
 

@@ -207,6 +207,7 @@ def test_a_decoder_has_one_head():
     ("roberta", {"max_position_embeddings": 2}, "max_position_embeddings=2 must be at least 3"),
     ("bert_classes", {"id2label": []}, r"id2label=\[\] must be an object"),
     ("bert_classes", {"id2label": {}}, "the number of names in id2label"),
+    ("bert_classes", {"num_labels": 4}, "num_labels=4, but id2label names 3 classes; they must agree"),
     ("bert_classes", {"id2label": {"0": "a"}}, r"'classifier\.weight' has shape \(3, 24\), but the config makes it"),
     ("bert", {"type_vocab_size": 3}, r"token_type_embeddings\.weight' has shape \(2, 24\)"),
 ])  # fmt: skip

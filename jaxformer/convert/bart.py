@@ -44,6 +44,7 @@ NAMES = Names(
         Rule("final_logits_bias", "lm_head/bias", "1 V -> V"),
     ),
     prefix="model.",
+    zeros_without_head=("lm_head/bias",),
     embeddings=("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight"),
 )
 

@@ -127,8 +127,10 @@ def num_labels(source: Mapping[str, Any]) -> int:
     names = source.get("id2label")
     if names is not None and not isinstance(names, Mapping):
         raise ValueError(f"id2label={names!r} must be an object from numbers to names")
-    count = source.get("num_labels", 2) if names is None else len(names)
-    check_size("num_labels" if names is None else "the number of names in id2label", count)
+    count = source.get("num_labels", 2 if names is None else len(names))
+    check_size("num_labels" if "num_labels" in source else "the number of names in id2label", count)
+    if names is not None and count != len(names):
+        raise ValueError(f"num_labels={count}, but id2label names {len(names)} classes; they must agree")
     return int(count)
 
 

@@ -136,6 +136,7 @@ class Names:
       prefix: what all names but the head's begin with; files of a model without its head leave it out.
       buffers: regular expression of names, without the prefix, that hold no weights and are ignored.
       zeros: paths of parameters that the files do not have, because they are 0.
+      zeros_without_head: the same of files of a model without its head, which is one that is tied.
       embeddings: other names of the token embeddings; files have some of them besides the rule's, or instead.
       old_endings: how names end -> how they end in old files, which are read too.
     """
@@ -144,5 +145,6 @@ class Names:
     prefix: str = ""
     buffers: str = ""
     zeros: tuple[str, ...] = ()
+    zeros_without_head: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()
     old_endings: Mapping[str, str] = dataclasses.field(default_factory=dict)

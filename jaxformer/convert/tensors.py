@@ -60,17 +60,21 @@ def match_names(names: Names, config: Config, found: Collection[str]) -> Match:
     """Find the place of each tensor of a file of which the names are given; files without a head may lack a prefix."""
     prefix = names.prefix if any(name.startswith(names.prefix) for name in found) else ""
     wanted, taken = shapes(config), []
+    zeros = [path for path in _per_layer(names.zeros, config) if path in wanted]
+    optional = () if prefix else names.zeros_without_head
     twins = {_EMBEDDING: _embeddings(names, config, prefix), _TARGET: _target_embeddings(names, config)}
     first = {path: next((name for name in group if name in found), group[0]) for path, group in twins.items() if group}
     for file, rule, paths in _entries(names, config, wanted):
         file = prefix + file.removeprefix(names.prefix) if file.startswith(names.prefix) else file
         file = first.get(paths[0]) or _old(file, names, found)
-        taken.append((file, rule, paths))
+        if paths[0] in optional and file not in found:
+            zeros += paths
+        else:
+            taken.append((file, rule, paths))
     left = sorted(set(found) - {file for file, *_ in taken})
     ignored = [name for name in left if re.fullmatch(names.buffers, name.removeprefix(prefix))]
     copies = {name: first[path] for path, group in twins.items() for name in group if name in {*left} - {*ignored}}
     unexpected = sorted(set(left) - {*ignored, *copies})
-    zeros = [path for path in _per_layer(names.zeros, config) if path in wanted]
     return Match(taken, zeros, copies, ignored, unexpected)
 
 
@@ -99,8 +103,7 @@ def to_params(
         for path, array in zip(paths, rule.load(tensor, config), strict=True):
             found[path] = put(path, array)
     for path in match.zeros:
-        kernel = found[f"{path.rpartition('/')[0]}/kernel"]
-        found[path] = put(path, np.zeros(wanted[path], kernel.dtype))
+        found[path] = put(path, np.zeros(wanted[path], found[_EMBEDDING].dtype))
     for name, original in match.copies.items():
         _check_copy(name, tensors[name], tensors[original])
     if match.unexpected:
