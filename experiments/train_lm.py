@@ -121,7 +121,7 @@ class Run:
         # A small text may yield fewer tokens than were asked for.
         self.config = dataclasses.replace(settings.model, vocab_size=self.tokenizer.vocab_size)
         self.model = jf.Decoder(self.config)
-        self.schedule = jf.optim.warmup_cosine(
+        self.schedule = jf.schedules.warmup_cosine(
             settings.learning_rate, settings.warmup_steps, settings.num_steps, FINAL_FRACTION
         )
         self.optimizer = jf.optim.adamw(self.schedule, weight_decay=settings.weight_decay)

@@ -6,7 +6,7 @@ Modules that need a heavy library (`tokenizers`, `grain`, `orbax`) are imported 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jaxformer import attention, heads, int8, losses, optim, sampling, sharding, trees
+from jaxformer import attention, heads, int8, losses, optim, sampling, schedules, sharding, trees
 from jaxformer.beam import Beams, beam_search
 from jaxformer.cache import cache_bytes, init_cache
 from jaxformer.config import Config
@@ -21,7 +21,7 @@ from jaxformer.score import Score, score, score_long
 from jaxformer.speculative import DraftModel, PromptLookUp, Speculation, speculate
 
 if TYPE_CHECKING:
-    from jaxformer import checkpoint, corpus, data, inspection, pretrained, tokenizers, train
+    from jaxformer import checkpoint, corpus, data, inspection, objectives, pretrained, tokenizers, train
     from jaxformer.inspection import Inspection, inspect
     from jaxformer.pretrained import Pretrained, load, save
     from jaxformer.train import TrainState, evaluate, fit, init_state, make_eval_step, make_train_step
@@ -65,11 +65,13 @@ __all__ = [
     "losses",
     "make_eval_step",
     "make_train_step",
+    "objectives",
     "optim",
     "pad_prompts",
     "pretrained",
     "sampling",
     "save",
+    "schedules",
     "score",
     "score_long",
     "sharding",
@@ -80,7 +82,7 @@ __all__ = [
     "trees",
 ]
 
-_LAZY_MODULES = ("checkpoint", "corpus", "data", "inspection", "pretrained", "tokenizers", "train")
+_LAZY_MODULES = ("checkpoint", "corpus", "data", "inspection", "objectives", "pretrained", "tokenizers", "train")
 _LAZY_NAMES = {
     "inspection": ("Inspection", "inspect"),
     "train": ("TrainState", "evaluate", "fit", "init_state", "make_eval_step", "make_train_step"),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, DTypeLike
 
-from jaxformer.sharding import letters
+from jaxformer.sharding import kernel_axes
 from jaxformer.trees import Leaf, path_name
 
 
@@ -83,10 +83,7 @@ def _is_int8(leaf: Any) -> bool:
 
 
 def _quantized(name: str, kernel: Any) -> Int8Kernel:
-    dims = letters(name)
-    # The first axis is summed over, and of what gathers the heads both of theirs.
-    inputs = "NH" if dims.removeprefix("L") == "NHD" else dims.removeprefix("L")[0]
-    made = _round(jnp.asarray(kernel), tuple(dims.index(letter) for letter in inputs))
+    made = _round(jnp.asarray(kernel), kernel_axes(name)[0])
     if not isinstance(made.scale, jax.core.Tracer) and not np.isfinite(made.scale).all():
         raise ValueError(f"{name} holds NaN or infinity, which int8 cannot")
     return made

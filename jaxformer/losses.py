@@ -5,6 +5,8 @@ smoothed(t) = (1 - e) nll(t) + e (logsumexp(logits_t) - mean_v logits_t[v])     
 z_loss(t)   = c logsumexp(logits_t)^2                                            (Chowdhery et al. 2022, section 5)
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -39,6 +41,32 @@ def cross_entropy(
     if z_loss:
         loss = loss + z_loss * jnp.square(normaliser)
     return loss
+
+
+def in_blocks(function: Callable[..., Array], block: int, *arrays: Array) -> Array:
+    """Returns function(*arrays), computed for `block` columns at a time and again in the backward pass.
+
+    So the logits of a whole text never exist, neither forward nor backward.
+
+    Args:
+      function: of columns [B C ...] of the arrays; its result [B C ...] depends on each column by itself.
+      block: C; the last block is filled up with zeros, whose results are dropped.
+      arrays: [B T ...] each.
+
+    Raises:
+      ValueError: a block below 1.
+    """
+    if block < 1:
+        raise ValueError(f"block={block} must be at least 1 column")
+    B, T = arrays[0].shape[:2]
+    size = min(block, T)
+
+    def split(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, -T % size), *[(0, 0)] * (x.ndim - 2)])
+        return jnp.moveaxis(x.reshape(B, -1, size, *x.shape[2:]), 1, 0)
+
+    out = jax.lax.map(jax.checkpoint(lambda columns: function(*columns)), tuple(map(split, arrays)))
+    return jnp.moveaxis(out, 0, 1).reshape(B, -1, *out.shape[3:])[:, :T]
 
 
 def weighted_sum(values: Float[Array, "*B"], weights: Float[Array, "*B"]) -> tuple[Array, Array]:

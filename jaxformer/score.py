@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxformer.embeddings import Places, check_ids, check_positions, places
+from jaxformer.losses import cross_entropy, in_blocks
 from jaxformer.models import Decoder
 from jaxformer.trees import Leaf
 
@@ -132,19 +133,8 @@ def _score(model: Decoder, params: Any, ids: Array, positions: Array | None, seg
     apply: Callable[..., Any] = partial(model.apply, {"params": params})
     x, _ = apply(ids, positions, segments, method="hidden")
     before, counted = _before(places(ids, positions, segments), ids.shape)
-    B, T, _ = x.shape
-    size = min(BLOCK, T)
-    rest = -T % size
-    x = jnp.pad(jnp.take_along_axis(x, before[..., None], axis=1), ((0, 0), (0, rest), (0, 0)))
-    next_ids = jnp.pad(ids, ((0, 0), (0, rest)))
-
-    def block(start: Array) -> Array:
-        some, tokens = (jax.lax.dynamic_slice_in_dim(a, start, size, axis=1) for a in (x, next_ids))
-        logits = apply(some, method="unembed")
-        return jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1)[..., 0]
-
-    logprobs = jax.lax.map(block, jnp.arange(0, T + rest, size))
-    logprobs = jnp.moveaxis(logprobs, 0, 1).reshape(B, -1)[:, :T]
+    x = jnp.take_along_axis(x, before[..., None], axis=1)
+    logprobs = in_blocks(lambda x, ids: -cross_entropy(apply(x, method="unembed"), ids), BLOCK, x, ids)
     return Score(jnp.where(counted, logprobs, 0.0), counted)
 
 

@@ -71,6 +71,11 @@ RULES: tuple[tuple[str, str], ...] = (
 """The end of a parameter's path (whole components) -> its dimension letters, without the L of stacked layers."""
 
 
+WHOLE = frozenset({"v_row", "v_col", "ns_coeffs"})
+"""Parts of the states of optimizers that are no array of a parameter's shape, and are replicated: Adafactor's rows and
+columns of moments, Muon's coefficients."""
+
+
 def letters(path: str) -> str:
     """Returns the dimension letters of a parameter's path.
 
@@ -81,6 +86,19 @@ def letters(path: str) -> str:
     if len(found) != 1:
         raise KeyError(f"{len(found)} sharding rules fit parameter {path!r}; give it exactly one in sharding.RULES")
     return ("L" if "layers" in path.split("/") else "") + found[0]
+
+
+def kernel_axes(path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Returns which axes of a kernel are summed over, and which are those of its output; L is neither.
+
+    Raises:
+      KeyError: as `letters`.
+    """
+    dims = letters(path)
+    alone = dims.removeprefix("L")
+    # The first axis is summed over, and of what gathers the heads both of theirs.
+    inputs = "NH" if alone == "NHD" else alone[0]
+    return tuple(map(dims.index, inputs)), tuple(map(dims.index, alone.removeprefix(inputs)))
 
 
 def make_mesh(axes: Mapping[str, int]) -> Mesh:
@@ -117,7 +135,9 @@ def spec(dims: str) -> PartitionSpec:
 
 
 def shardings(tree: Any, mesh: Mesh) -> Any:
-    """Returns a tree of NamedShardings for parameters or a whole training state; scalars are replicated.
+    """Returns a tree of NamedShardings for parameters or a whole training state.
+
+    Scalars and arrays of one number are replicated, and so is what `WHOLE` names.
 
     Raises:
       KeyError: a leaf without a rule of its own.
@@ -125,9 +145,9 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     """
 
     def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        if leaf.ndim == 0:
-            return NamedSharding(mesh, PartitionSpec())
         name = path_name(path)
+        if leaf.size == 1 or WHOLE & set(name.split("/")):
+            return NamedSharding(mesh, PartitionSpec())
         dims = letters(name)
         if len(dims) != leaf.ndim:
             raise ValueError(f"{name} has shape {leaf.shape}, but its rule says {dims}; correct it in sharding.RULES")

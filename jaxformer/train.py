@@ -1,6 +1,6 @@
 """Training: a pure step, and a loop that can be stopped at any moment.
 
-    loss = sum_t w_t nll_t / sum_t w_t,   params <- params + optimizer(grad loss)
+    loss = sum_t w_t loss_t / sum_t w_t,   params <- params + optimizer(grad loss)
 
 Everything random in step k comes from fold_in(key(seed), k), so that a run resumed at step k is the uninterrupted run.
 """
@@ -17,16 +17,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jaxformer.data import Batch
-from jaxformer.losses import cross_entropy, weighted_mean, weighted_sum
-from jaxformer.masks import Mask
+from jaxformer.encoder_decoder import EncoderDecoder
+from jaxformer.losses import weighted_sum
+from jaxformer.objectives import Objective, next_token
+from jaxformer.optim import SkipState
+from jaxformer.sharding import shardings
 from jaxformer.trees import Leaf
 
-Objective = Callable[[nn.Module, Any, Batch, Array | None], tuple[Array, Array]]
-"""(model, params, batch, dropout_key or None) -> (loss of each token or row, its weight)."""
-TrainStep = Callable[["TrainState", Batch], tuple["TrainState", dict[str, Array]]]
+TrainStep = Callable[["TrainState", Any], tuple["TrainState", dict[str, Array]]]
 Callback = Callable[[int, "TrainState", dict[str, Array]], None]
 """Called after each step with its number (the first is 1), the state and the metrics, which are still on the device."""
 
@@ -41,25 +42,22 @@ class TrainState:
     opt_state: Any
 
 
-def init_state(model: nn.Module, optimizer: optax.GradientTransformation, seed: int) -> TrainState:
-    """Makes the state before the first step; the same seed gives the same parameters."""
+def init_state(
+    model: nn.Module, optimizer: optax.GradientTransformation, seed: int, *, mesh: Mesh | None = None
+) -> TrainState:
+    """Makes the state before the first step; the same seed gives the same parameters, on any mesh.
 
-    @jax.jit
+    Args:
+      mesh: where each leaf is made in its shards, as `sharding.shardings` says. None: on the default device.
+    """
+
     def init() -> TrainState:
-        params = model.init(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+        ids = [jnp.zeros((1, 1), jnp.int32)] * (2 if isinstance(model, EncoderDecoder) else 1)
+        params = model.init(jax.random.key(seed), *ids)["params"]
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
-    return init()
-
-
-def next_token(model: nn.Module, params: Any, batch: Batch, dropout_key: Array | None = None) -> tuple[Array, Array]:
-    """The causal language model's objective: nats of each label, and its weight."""
-    rngs = None if dropout_key is None else {"dropout": dropout_key}
-    positions, segments = batch.positions, batch.segments
-    # Positions of a batch count up within each segment, which kernels that know only indices rely on.
-    mask = Mask(positions, positions, segments, segments, causal=True, ordered=True)
-    logits: Any = model.apply({"params": params}, batch.ids, positions, segments, mask, rngs=rngs)
-    return cross_entropy(logits, batch.labels), batch.weights
+    layout = None if mesh is None else shardings(jax.eval_shape(init), mesh)
+    return jax.jit(init, out_shardings=layout)()
 
 
 def _compiler_options() -> dict[str, str]:
@@ -69,48 +67,84 @@ def _compiler_options() -> dict[str, str]:
 
 
 def make_train_step(
-    model: nn.Module, optimizer: optax.GradientTransformation, *, seed: int = 0, objective: Objective = next_token
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    *,
+    seed: int = 0,
+    objective: Objective = next_token,
+    accumulate: int = 1,
 ) -> TrainStep:
     """Makes the compiled step (state, batch) -> (state, metrics); the old state is donated and must not be used again.
 
-    Metrics: loss in nats per unit of weight, grad_norm before clipping, and the weight of the batch. The step is
-    compiled on its own; inside of another `jit` or `scan` use the pure function, `train_step.__wrapped__`.
+    Metrics: loss in nats per unit of weight, grad_norm before clipping, the weight of the batch, and, under
+    `optim.skip_spikes`, how many updates were skipped so far. The step is compiled on its own; inside of another `jit`
+    or `scan` use the pure function, `train_step.__wrapped__`.
 
     Args:
       seed: of dropout, together with the step's number.
       objective: what to minimise, see `Objective`.
+      accumulate: parts into which the rows of a batch are split, one after another, so that the activations of one part
+        exist at a time. Loss and gradient are those of the whole batch: each token counts by its weight, whatever part
+        it is in.
+
+    Raises:
+      ValueError: fewer parts than 1, or, from the step, a number of rows that they do not divide.
     """
+    if accumulate < 1:
+        raise ValueError(f"accumulate={accumulate} must be at least 1 part of a batch")
+
+    update = optax.with_extra_args_support(optimizer).update
+
+    def total(params: Any, batch: Any, key: Array) -> tuple[Array, Array]:
+        return weighted_sum(*objective(model, params, batch, key))
 
     @partial(jax.jit, donate_argnums=0, compiler_options=_compiler_options())
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(jax.random.key(seed), state.step)
-
-        def loss_fn(params: Any) -> tuple[Array, Array]:
-            values, weights = objective(model, params, batch, key)
-            return weighted_mean(values, weights), weights.sum()
-
-        (loss, weight), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-        metrics = {"loss": loss, "grad_norm": optax.tree.norm(gradients), "weight": weight}
+        gradient = partial(jax.value_and_grad(total, has_aux=True), state.params)
+        (loss, weight), gradients = _sum_over_parts(gradient, batch, key, accumulate)
+        count = jnp.where(weight > 0, weight, 1)
+        gradients = jax.tree.map(lambda leaf: leaf / count, gradients)
+        updates, opt_state = update(gradients, state.opt_state, state.params, value=loss / count)
+        metrics = {"loss": loss / count, "grad_norm": optax.tree.norm(gradients), "weight": weight}
+        if isinstance(opt_state, SkipState):
+            metrics["skipped"] = opt_state.skipped
         return TrainState(state.step + 1, optax.apply_updates(state.params, updates), opt_state), metrics
 
     return train_step
 
 
-def make_eval_step(
-    model: nn.Module, *, objective: Objective = next_token
-) -> Callable[[Any, Batch], tuple[Array, Array]]:
+def _sum_over_parts(function: Callable[..., Any], batch: Any, key: Array, parts: int) -> Any:
+    """Returns the sum of function(part, key of the part) over the parts of a batch, in float32."""
+    if parts == 1:
+        return function(batch, key)
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if rows % parts:
+        raise ValueError(f"a batch of {rows} rows cannot be split into accumulate={parts} equal parts")
+    # Part i has every parts-th row from row i on: on a mesh each device keeps the rows that it has.
+    split = jax.tree.map(lambda leaf: jnp.moveaxis(leaf.reshape(-1, parts, *leaf.shape[1:]), 1, 0), batch)
+    one = jax.eval_shape(function, jax.tree.map(lambda leaf: leaf[0], split), key)
+
+    def add(sums: Any, part: tuple[Array, Any]) -> tuple[Any, None]:
+        number, rows = part
+        return jax.tree.map(jnp.add, sums, function(rows, jax.random.fold_in(key, number))), None
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), one)
+    return jax.lax.scan(add, zeros, (jnp.arange(parts), split))[0]
+
+
+def make_eval_step(model: nn.Module, *, objective: Objective = next_token) -> Callable[[Any, Any], tuple[Array, Array]]:
     """Makes the compiled (params, batch) -> (sum of weight * loss, sum of weights), without dropout."""
 
     @partial(jax.jit, compiler_options=_compiler_options())
-    def eval_step(params: Any, batch: Batch) -> tuple[Array, Array]:
+    def eval_step(params: Any, batch: Any) -> tuple[Array, Array]:
         return weighted_sum(*objective(model, params, batch, None))
 
     return eval_step
 
 
 def evaluate(
-    eval_step: Callable[[Any, Batch], tuple[Array, Array]], params: Any, batches: Iterable[Batch]
+    eval_step: Callable[[Any, Any], tuple[Array, Array]], params: Any, batches: Iterable[Any]
 ) -> tuple[float, float]:
     """Returns the total loss in nats and the total weight over all batches."""
     sums = [eval_step(params, batch) for batch in batches]
@@ -121,7 +155,7 @@ def evaluate(
 def fit(
     state: TrainState,
     train_step: TrainStep,
-    batches: Iterator[Batch],
+    batches: Iterator[Any],
     num_steps: int,
     *,
     callbacks: Sequence[Callback] = (),

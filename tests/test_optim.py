@@ -1,4 +1,4 @@
-"""The schedule, the optimizer's arithmetic, and which parameters it decays."""
+"""The arithmetic of optimizers, which parameters they decay, and which steps are left out."""
 
 import dataclasses
 
@@ -9,12 +9,11 @@ import optax
 import oracle
 import pytest
 from draw import close, tiny
-from hypothesis import given
-from hypothesis import strategies as st
 from tolerances import FLOAT32
 
 import jaxformer as jf
-from jaxformer.optim import adamw, decay_mask, warmup_cosine
+from jaxformer.optim import OPTIMIZERS, adafactor, adamw, decay_mask, lion, muon, skip_spikes
+from jaxformer.schedules import warmup_cosine
 from jaxformer.trees import path_name, stack_layers
 
 
@@ -39,25 +38,6 @@ def stepped(optimizer, params, gradients, steps=1):
     for _ in range(steps):
         params, state = step(params, state)
     return params
-
-
-@given(st.integers(0, 20), st.integers(1, 30), st.floats(1e-5, 1.0), st.floats(0, 1), st.integers(0, 60))
-def test_the_schedule_is_the_oracles(warmup, after, peak, final_fraction, step):
-    total = warmup + after
-    schedule = warmup_cosine(peak, warmup, total, final_fraction)
-    expected = oracle.warmup_cosine(step, peak=peak, warmup=warmup, total=total, final_fraction=final_fraction)
-    close(schedule(step), expected, FLOAT32)
-
-
-def test_the_schedule_starts_at_zero_peaks_after_the_warm_up_and_ends_at_a_tenth():
-    schedule = warmup_cosine(0.5, 10, 110)
-    close([schedule(step) for step in (0, 5, 10, 60, 110, 500)], [0, 0.25, 0.5, 0.275, 0.05, 0.05], FLOAT32)
-
-
-@pytest.mark.parametrize(("warmup", "total"), [(10, 10), (11, 10), (-1, 10), (0, 0)])
-def test_a_warm_up_ends_before_the_run(warmup, total):
-    with pytest.raises(ValueError, match=f"warmup_steps={warmup} must be at least 0 and below num_steps={total}"):
-        warmup_cosine(1e-3, warmup, total)
 
 
 def test_adamw_is_the_oracles_over_several_steps(rng):
@@ -155,3 +135,131 @@ def test_moments_are_float32_and_lie_beside_their_parameters():
 def test_decay_and_clip_norm_are_checked(decay, clip):
     with pytest.raises(ValueError, match=f"weight_decay={decay} must not be negative and clip_norm={clip} must be"):
         adamw(1e-3, weight_decay=decay, clip_norm=clip)
+
+
+# Other directions -----------------------------------------------------------------------------------------------------
+
+
+def test_lion_is_the_sign_of_a_moment(rng):
+    x, m = rng.normal(size=(4, 3)).astype(np.float32), 0.0
+    params, gradient = {"proj": {"kernel": x}}, rng.normal(size=(4, 3)).astype(np.float32)
+    made = stepped(lion(0.1, weight_decay=0.3, clip_norm=1e9), params, {"proj": {"kernel": gradient}}, steps=4)
+    for _ in range(4):
+        x = x - 0.1 * (np.sign(0.9 * m + 0.1 * gradient) + 0.3 * x)
+        m = 0.99 * m + 0.01 * gradient
+    close(made["proj"]["kernel"], x, FLOAT32)
+
+
+def test_adafactor_keeps_rows_and_columns_of_second_moments(rng):
+    """Algorithm 4 of Shazeer and Stern, with the clipping and the relative step of algorithms 5 and 6."""
+    x = rng.normal(size=(4, 3)).astype(np.float32)
+    params, gradient = {"bias": x}, rng.normal(size=(4, 3)).astype(np.float32)
+    optimizer = adafactor(0.1, clip_norm=1e9, min_dim_size_to_factor=2)
+    made = stepped(optimizer, params, {"bias": gradient}, steps=3)
+    rows, columns = np.zeros(4), np.zeros(3)
+    for step in range(1, 4):
+        beta, squared = 1 - step**-0.8, np.float64(gradient) ** 2 + 1e-30
+        rows = beta * rows + (1 - beta) * squared.mean(axis=1)
+        columns = beta * columns + (1 - beta) * squared.mean(axis=0)
+        update = gradient / np.sqrt(np.outer(rows, columns) / rows.mean())
+        update = update / max(1.0, np.sqrt((update**2).mean()))
+        x = x - 0.1 * max(1e-3, np.sqrt((np.float64(x) ** 2).mean())) * update
+    close(made["bias"], x, FLOAT32)
+
+
+MUON = {"num_layers": 2, "gated": True, "num_kv_heads": 1, "positions": "learned"}
+
+
+@pytest.mark.parametrize("scan_layers", [False, True])
+def test_muon_takes_kernels_as_matrices_from_inputs_to_outputs(scan_layers, rng):
+    """Each step's singular values are near 0.2 sqrt(the larger side): the gradient's shape is gone, its axes stay."""
+    params = shapes(tiny(scan_layers=scan_layers, **MUON))
+    params = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params)
+    gradient = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
+    made = leaves(stepped(muon(1.0, clip_norm=1e9), params, gradient))
+    for path, leaf in made.items():
+        if not path.startswith("decoder/") or not path.endswith("kernel"):
+            np.testing.assert_allclose(np.abs(leaf), 1.0, rtol=1e-4, err_msg=path)  # Adam's first step
+            continue
+        for layer in leaf if scan_layers else [leaf]:
+            inputs = 2 if "o_proj" in path else 1
+            matrix = np.asarray(layer).reshape(int(np.prod(layer.shape[:inputs])), -1)
+            values = np.linalg.svd(matrix, compute_uv=False) / (0.2 * np.sqrt(max(matrix.shape)))
+            assert 0.6 < values.min() <= values.max() < 1.3, path
+
+
+def test_a_stack_of_layers_is_optimized_as_its_layers_are(rng):
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), shapes(tiny(num_layers=2))
+    )
+    gradient = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
+    for make in (adamw, lion, muon):
+        apart = stack_layers(stepped(make(0.1), params, gradient, steps=2))
+        together = stepped(make(0.1), stack_layers(params), stack_layers(gradient), steps=2)
+        jax.tree.map(lambda a, b: close(a, b, FLOAT32), together, apart)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_decays_kernels_alone_and_checks_its_numbers(name):
+    params = {"decoder": {"layers_0": {"mlp": {"up_proj": {"kernel": jnp.ones((2, 3)), "bias": jnp.ones(3)}}}}}
+    made = leaves(stepped(OPTIMIZERS[name](0.5, weight_decay=0.2), params, jax.tree.map(jnp.zeros_like, params)))
+    np.testing.assert_allclose(made["decoder/layers_0/mlp/up_proj/kernel"], 0.9, rtol=1e-6)
+    np.testing.assert_array_equal(made["decoder/layers_0/mlp/up_proj/bias"], 1)
+    with pytest.raises(ValueError, match=r"clip_norm=0\.0 must be positive"):
+        OPTIMIZERS[name](0.5, clip_norm=0.0)
+
+
+# Steps that are not taken ---------------------------------------------------------------------------------------------
+
+
+def run_of(optimizer, params, gradients):
+    """The parameters after each gradient, and the last state."""
+    update, state, seen = jax.jit(optimizer.update), optimizer.init(params), []
+    for gradient in gradients:
+        updates, state = update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append(params)
+    return seen, state
+
+
+def test_without_a_spike_nothing_changes(rng):
+    gradients = [{"bias": jnp.asarray(rng.normal(size=3), jnp.float32)} for _ in range(6)]
+    params = {"bias": jnp.ones(3)}
+    found, state = run_of(skip_spikes(adamw(0.1), factor=100.0, after=2), params, gradients)
+    expected, inner = run_of(adamw(0.1), params, gradients)
+    jax.tree.map(np.testing.assert_array_equal, (found, state.inner), (expected, inner))
+    assert (state.seen, state.skipped) == (6, 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_gradient_that_is_not_finite_leaves_no_trace(bad, rng):
+    gradients = [{"bias": jnp.asarray(rng.normal(size=3), jnp.float32)} for _ in range(4)]
+    params = {"bias": jnp.ones(3)}
+    broken = {"bias": jnp.asarray([0.0, bad, 1.0])}
+    optimizer = skip_spikes(adamw(warmup_cosine(0.1, 1, 9)))
+    found, state = run_of(optimizer, params, [*gradients[:2], broken, *gradients[2:]])
+    expected, one = run_of(optimizer, params, gradients)
+    jax.tree.map(np.testing.assert_array_equal, found[2], found[1])
+    jax.tree.map(np.testing.assert_array_equal, (found[3:], state.inner), (expected[2:], one.inner))
+    assert (state.seen, state.skipped, one.skipped) == (4, 1, 0)
+
+
+def test_a_spike_is_left_out_and_a_new_level_is_accepted_after_a_while():
+    sizes = [1.0] * 5 + [50.0] + [1.0] * 3 + [50.0] * 40
+    optimizer = skip_spikes(optax.sgd(1.0), factor=10.0, decay=0.9, after=3)
+    found, state = run_of(optimizer, {"bias": jnp.zeros(())}, [{"bias": jnp.asarray(size)} for size in sizes])
+    steps = -np.diff([0.0, *[float(params["bias"]) for params in found]])
+    np.testing.assert_array_equal(steps[:9], [1, 1, 1, 1, 1, 0, 1, 1, 1])
+    skipped = int((steps == 0).sum())
+    assert state.skipped == skipped
+    assert 2 <= skipped < 10
+    assert (steps[9 + skipped :] == 50).all()
+    early = [1.0, 50.0, 1.0]
+    _, state = run_of(optimizer, {"bias": jnp.zeros(())}, [{"bias": jnp.asarray(size)} for size in early])
+    assert state.skipped == 0  # two norms are no usual size yet
+
+
+@pytest.mark.parametrize("options", [{"factor": 1.0}, {"factor": np.nan}, {"decay": 1.0}, {"after": 0}])
+def test_rules_that_cannot_be_are_refused(options):
+    with pytest.raises(ValueError, match="must be above 1 or None"):
+        skip_spikes(optax.sgd(1.0), **options)

@@ -143,6 +143,40 @@ def test_a_step_on_eight_devices_is_the_step_on_one(mesh, scan):
     assert result.step == 2
 
 
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_state_is_made_in_its_shards(mesh):
+    model = jf.build(CONFIG)
+    mesh = sharding.make_mesh(MESHES[mesh])
+    for name, make in jf.optim.OPTIMIZERS.items():
+        optimizer = make(1e-2)
+        state = jf.init_state(model, optimizer, seed=3, mesh=mesh)
+        layout = sharding.shardings(state, mesh)
+        for leaf, want in zip(jax.tree.leaves(state), jax.tree.leaves(layout), strict=True):
+            assert leaf.sharding.is_equivalent_to(want, leaf.ndim), name
+        one = jf.init_state(model, optimizer, seed=3)
+        jax.tree.map(np.testing.assert_array_equal, state, one)
+
+
+def collectives(program):
+    return {kind for kind in ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+            if f" {kind}(" in program}  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_parts_of_a_batch_stay_on_their_devices(mesh):
+    """Rows are taken in turn: splitting the batch needs no communication of its own."""
+    at_once, state, batch = training(scan=False)
+    rows = jax.tree.map(lambda leaf: np.concatenate([leaf, leaf]), batch)
+    model, optimizer = jf.build(CONFIG), jf.optim.adamw(1e-2, eps=1e-3)
+    in_parts = jf.make_train_step(model, optimizer, accumulate=2)
+    mesh = sharding.make_mesh(MESHES[mesh])
+    sharded = jax.device_put(jax.tree.map(np.array, state), sharding.shardings(state, mesh))
+    placed = jax.device_put(rows, NamedSharding(mesh, sharding.spec("BT")))
+    with jax.set_mesh(mesh):
+        found, expected = (step.lower(sharded, placed).compile().as_text() for step in (in_parts, at_once))
+    assert collectives(found) <= collectives(expected)
+
+
 def test_optimizer_moments_lie_as_their_parameters_and_scalars_everywhere():
     _, state, _ = training(scan=True)
     layout = sharding.shardings(state, sharding.make_mesh(MESHES["all"]))

@@ -36,7 +36,7 @@ LEVELS = [
         "sharding",
     ],
     [*(f"attention.{name}" for name in ATTENTION), "attention"],
-    ["losses", "history", "transforms", "penalties", "sampling", "optim", "int8"],
+    ["losses", "history", "transforms", "penalties", "sampling", "schedules", "optim", "int8"],
     ["layers", "positions", "biases", "embeddings", "heads", "multi_head", "blocks", "encoder_decoder", "models"],
     [
         "decoding",
@@ -48,6 +48,7 @@ LEVELS = [
         "corpus",
         "tokenizers",
         "data",
+        "objectives",
         "train",
         "checkpoint",
     ],

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import oracle
+import pytest
 from draw import close
 from tolerances import FLOAT32
 
 import jaxformer as jf
 from jaxformer.data import Batch, Windows, encode_documents
 from jaxformer.losses import cross_entropy
+from jaxformer.objectives import next_token
 from jaxformer.tokenizers import Tokenizer
-from jaxformer.train import next_token
 
 B, T = 3, 6
 
@@ -164,6 +165,85 @@ def test_parts_of_a_batch_count_by_their_weight_and_not_alike():
     close(loss, metrics["loss"], FLOAT32)
     for a, b in zip(bits(params), bits(whole.params), strict=True):
         close(a, b, FLOAT32)
+
+
+def test_accumulated_gradients_count_tokens_and_not_parts():
+    """One real token in the one part and three in the other: (4 + 1 + 1 + 1) / 4, and no mean of means."""
+    values = jnp.asarray([[4.0, 9, 9], [1, 1, 1]])
+    weights = jnp.asarray([[1.0, 0, 0], [1, 1, 1]])
+
+    def objective(model, params, rows, key):
+        return params["w"] * rows[0], rows[1]
+
+    for parts in (1, 2):
+        step = jf.make_train_step(jf.build(draw.tiny()), optax.sgd(0.1), objective=objective, accumulate=parts)
+        params = {"w": jnp.ones(())}
+        state, metrics = step(
+            jf.TrainState(jnp.zeros((), jnp.int32), params, optax.sgd(0.1).init(params)), (values, weights)
+        )
+        close(metrics["loss"], 1.75, FLOAT32)
+        close(metrics["grad_norm"], 1.75, FLOAT32)
+        close(state.params["w"], 0.825, FLOAT32)
+        assert (state.step, metrics["weight"]) == (1, 4)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_a_step_in_parts_is_the_step_at_once(parts):
+    """Clipping, decay, schedule and step count act once."""
+    made = jf.build(draw.tiny())
+    rows = jax.tree.map(lambda a, b, c: np.concatenate([a, b, c])[:8], batch(0), batch(1), batch(2))
+    # At the usual eps AdamW makes whole steps of the rounding in gradients that are 0, such as those of key biases.
+    tx = jf.optim.adamw(jf.schedules.warmup_cosine(1e-2, 1, 5), clip_norm=0.5, eps=1e-3)
+
+    def run(parts):
+        params = draw.params(made)
+        state = jf.TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+        step = jf.make_train_step(made, tx, accumulate=parts)
+        for _ in range(2):
+            state, metrics = step(state, rows)
+        return state, metrics
+
+    (state, metrics), (expected, whole) = run(parts), run(1)
+    assert state.step == expected.step == 2
+    for a, b in zip(bits((state, metrics)), bits((expected, whole)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_parts_draw_dropout_of_their_own_and_must_divide_the_rows():
+    made = jf.build(draw.tiny(dropout=0.5))
+    same_row = jax.tree.map(lambda leaf: np.repeat(leaf[:1], 2, axis=0), batch())
+    seen = []
+
+    def objective(model, params, rows, key):
+        jax.debug.callback(lambda key: seen.append(np.asarray(key).tolist()), jax.random.key_data(key))
+        return next_token(model, params, rows, key)
+
+    step = jf.make_train_step(made, optax.sgd(0.1), objective=objective, accumulate=2)
+    params = draw.params(made)
+    state = jf.TrainState(jnp.zeros((), jnp.int32), params, optax.sgd(0.1).init(params))
+    jax.block_until_ready(step(state, same_row))
+    assert len(seen) == 2
+    assert seen[0] != seen[1]
+    with pytest.raises(ValueError, match="a batch of 3 rows cannot be split into accumulate=2 equal parts"):
+        step(jf.init_state(made, optax.sgd(0.1), 0), batch())
+    with pytest.raises(ValueError, match="accumulate=0 must be at least 1"):
+        jf.make_train_step(made, optax.sgd(0.1), accumulate=0)
+
+
+def test_a_step_that_is_left_out_changes_nothing_but_its_count():
+    made, tx, _ = trainer()
+    tx = jf.optim.skip_spikes(tx)
+    step = jf.make_train_step(made, tx)
+    params = draw.params(made)
+    state, metrics = step(jf.TrainState(jnp.zeros((), jnp.int32), params, tx.init(params)), batch())
+    before = bits(state.params)
+    broken = dataclasses.replace(batch(), labels=np.full((B, T), 10**6, np.int32))
+    assert metrics["skipped"] == 0
+    state, metrics = step(state, broken)
+    assert (state.step, metrics["skipped"]) == (2, 1)
+    assert np.isnan(metrics["loss"])
+    for a, b in zip(bits(state.params), before, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_the_end_of_a_document_is_learned_though_padding_has_its_id():
