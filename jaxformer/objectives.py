@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from jaxformer.data import Batch
 from jaxformer.losses import cross_entropy, in_blocks
 from jaxformer.masks import Mask
+from jaxformer.pairs import Pairs
 
 Objective = Callable[[nn.Module, Any, Any, Array | None], tuple[Array, Array]]
 """(model, params, batch, dropout_key or None) -> (loss of each token or row, its weight)."""
@@ -47,6 +48,41 @@ def next_token(
 
     losses = loss(x, batch.labels) if block is None else in_blocks(loss, block, x, batch.labels)
     return losses, batch.weights
+
+
+def masked_token(
+    model: nn.Module, params: Any, batch: Batch, dropout_key: Array | None = None
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """A masked language model's objective; the batch holds ids with some of them hidden, and the right ones as labels.
+
+    See `corruption.mask_tokens`, whose `chosen` tokens have weight.
+    """
+    apply: Callable[..., Any] = partial(model.apply, {"params": params}, rngs=_rngs(dropout_key))
+    return cross_entropy(apply(batch.ids, batch.positions, batch.segments), batch.labels), batch.weights
+
+
+def sequence_to_sequence(
+    model: nn.Module,
+    params: Any,
+    pairs: Pairs,
+    dropout_key: Array | None = None,
+    *,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """An encoder-decoder's objective: translation, and putting back what a corrupted text lacks."""
+    apply: Callable[..., Any] = partial(model.apply, {"params": params}, rngs=_rngs(dropout_key))
+    target = pairs.target
+    logits = apply(pairs.ids, target.ids, pairs.positions, target.positions)
+    return cross_entropy(logits, target.labels, label_smoothing=label_smoothing, z_loss=z_loss), target.weights
+
+
+def classes(
+    model: nn.Module, params: Any, batch: Batch, dropout_key: Array | None = None
+) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
+    """A classifier's objective: labels and weights [B] of texts, or [B T] of their tokens."""
+    apply: Callable[..., Any] = partial(model.apply, {"params": params}, rngs=_rngs(dropout_key))
+    return cross_entropy(apply(batch.ids, batch.positions, batch.segments), batch.labels), batch.weights
 
 
 def _rngs(dropout_key: Array | None) -> dict[str, Array] | None:

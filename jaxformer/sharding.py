@@ -37,6 +37,7 @@ LETTER_AXES: dict[str, tuple[str, ...]] = {
     "E": ("fsdp",),
     "O": (),
     "Y": (),
+    "r": (),
 }
 """Dimension letter -> the mesh axes that split it."""
 
@@ -71,6 +72,23 @@ RULES: tuple[tuple[str, str], ...] = (
 """The end of a parameter's path (whole components) -> its dimension letters, without the L of stacked layers."""
 
 
+def _inputs(dims: str) -> str:
+    """Returns the letters of a kernel that are summed over: the first, and of what gathers the heads both of theirs."""
+    return "NH" if dims == "NHD" else dims[0]
+
+
+LOW_RANK_RULES = tuple(
+    rule
+    for pattern, dims in RULES
+    if pattern.endswith("kernel")
+    for rule in (
+        (f"{pattern}/lora_a", _inputs(dims) + "r"),
+        (f"{pattern}/lora_b", "r" + dims.removeprefix(_inputs(dims))),
+    )
+)
+"""The same of the factors of kernels, see `lora`."""
+
+
 WHOLE = frozenset({"v_row", "v_col", "ns_coeffs"})
 """Parts of the states of optimizers that are no array of a parameter's shape, and are replicated: Adafactor's rows and
 columns of moments, Muon's coefficients."""
@@ -82,7 +100,7 @@ def letters(path: str) -> str:
     Raises:
       KeyError: no rule, or more than one, fits the path.
     """
-    found = [dims for pattern, dims in RULES if re.search(rf"(^|/){pattern}$", path)]
+    found = [dims for pattern, dims in RULES + LOW_RANK_RULES if re.search(rf"(^|/){pattern}$", path)]
     if len(found) != 1:
         raise KeyError(f"{len(found)} sharding rules fit parameter {path!r}; give it exactly one in sharding.RULES")
     return ("L" if "layers" in path.split("/") else "") + found[0]
@@ -95,10 +113,8 @@ def kernel_axes(path: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
       KeyError: as `letters`.
     """
     dims = letters(path)
-    alone = dims.removeprefix("L")
-    # The first axis is summed over, and of what gathers the heads both of theirs.
-    inputs = "NH" if alone == "NHD" else alone[0]
-    return tuple(map(dims.index, inputs)), tuple(map(dims.index, alone.removeprefix(inputs)))
+    inputs = _inputs(dims.removeprefix("L"))
+    return tuple(map(dims.index, inputs)), tuple(map(dims.index, dims.removeprefix("L").removeprefix(inputs)))
 
 
 def make_mesh(axes: Mapping[str, int]) -> Mesh:

@@ -1,5 +1,6 @@
 """What training minimises: the same numbers however they are computed."""
 
+import dataclasses
 from functools import partial
 
 import draw
@@ -14,7 +15,8 @@ from tolerances import FLOAT32
 import jaxformer as jf
 from jaxformer.data import Batch
 from jaxformer.losses import in_blocks, weighted_mean
-from jaxformer.objectives import next_token
+from jaxformer.objectives import classes, masked_token, next_token, sequence_to_sequence
+from jaxformer.pairs import pad_pairs
 
 B, T = 3, 7
 
@@ -78,3 +80,91 @@ def test_in_blocks_no_array_of_all_logits_exists():
     whole, blocks = (loss_memory(block, V, T) for block in (None, 64))
     assert whole > 4 * V * T
     assert blocks < whole / 5
+
+
+# Other objectives -----------------------------------------------------------------------------------------------------
+
+
+def test_masked_tokens_are_found_given_the_others():
+    model, params = draw.model(architecture="encoder", head="masked_lm", head_bias=True)
+    rows = batch()
+    chosen = (np.arange(T) % 3 == 1) & (rows.weights > 0)
+    rows = dataclasses.replace(rows, weights=chosen.astype(np.float32))
+    losses, weights = jax.jit(partial(masked_token, model))(params, rows)
+    logits = oracle.encoder(params, model.config.to_dict(), rows.ids, rows.positions, rows.segments)
+    expected = oracle.cross_entropy(logits, rows.labels, rows.weights)
+    close(weighted_mean(losses, weights), expected, FLOAT32)
+
+
+def test_targets_are_written_given_their_source():
+    model = jf.build(draw.tiny(architecture="encoder_decoder"))
+    params = draw.variables(model, draw.ids(1, 1), draw.ids(1, 1))["params"]
+    pairs = pad_pairs([[3, 4, 5], [6]], [[7], [8, 9]], source_len=5, target_len=4, start_id=1, end_id=2, pad_id=0)
+    losses, weights = jax.jit(partial(sequence_to_sequence, model, label_smoothing=0.1))(params, pairs)
+    logits = oracle.encoder_decoder(
+        params, model.config.to_dict(), pairs.ids, pairs.target.ids, pairs.positions, pairs.target.positions
+    )
+    expected = oracle.cross_entropy(logits, pairs.target.labels, pairs.target.weights, label_smoothing=0.1)
+    close(weighted_mean(losses, weights), expected, FLOAT32)
+    alone = pad_pairs([[6]], [[8, 9]], source_len=2, target_len=3, start_id=1, end_id=2)
+    plain = jax.jit(partial(sequence_to_sequence, model))
+    close(plain(params, alone)[0], plain(params, pairs)[0][1:, :3], FLOAT32)
+
+
+@pytest.mark.parametrize("head", ["classifier", "token_classifier"])
+def test_classes_of_texts_and_of_tokens(head):
+    model, params = draw.model(architecture="encoder", head=head, num_labels=4)
+    rows = batch()
+    shape = (B,) if head == "classifier" else (B, T)
+    labels = np.arange(np.prod(shape)).reshape(shape) % 4
+    rows = dataclasses.replace(rows, labels=labels, weights=np.ones(shape, np.float32))
+    losses, weights = jax.jit(partial(classes, model))(params, rows)
+    assert losses.shape == weights.shape == shape
+    logits = draw.logits(model, params, *map(jnp.asarray, (rows.ids, rows.positions, rows.segments)))
+    close(losses.mean(), oracle.cross_entropy(np.asarray(logits), labels, np.ones(shape)), FLOAT32)
+
+
+def test_an_encoder_decoder_learns_to_turn_texts_around():
+    model = jf.build(draw.tiny(architecture="encoder_decoder", d_model=32))
+    optimizer = jf.optim.adamw(3e-3, weight_decay=0.0)
+    state = jf.init_state(model, optimizer, seed=0)
+    step = jf.make_train_step(model, optimizer, objective=sequence_to_sequence)
+    rng = np.random.default_rng(0)
+    texts = rng.integers(3, 29, size=(8, 4)).tolist()
+    pairs = pad_pairs(texts, [text[::-1] for text in texts], source_len=5, target_len=5, start_id=1, end_id=2)
+    for _ in range(150):
+        state, metrics = step(state, pairs)
+    assert metrics["loss"] < 0.05
+    start = np.full((8, 1), 1)
+    new = jf.generate(model, state.params, pairs.ids, target_ids=start, max_new_tokens=5, eos_id=2)
+    np.testing.assert_array_equal(new.ids, pairs.target.labels)
+
+
+# Pairs ----------------------------------------------------------------------------------------------------------------
+
+
+def test_pairs_have_starts_ends_and_padding():
+    pairs = pad_pairs([[3, 4], [5]], [[6], []], source_len=4, target_len=2, start_id=1, end_id=2, pad_id=9)
+    np.testing.assert_array_equal(pairs.ids, [[3, 4, 2, 9], [5, 2, 9, 9]])
+    np.testing.assert_array_equal(pairs.positions, [[0, 1, 2, -1], [0, 1, -1, -1]])
+    np.testing.assert_array_equal(pairs.target.ids, [[1, 6], [1, 9]])
+    np.testing.assert_array_equal(pairs.target.labels, [[6, 2], [2, 9]])
+    np.testing.assert_array_equal(pairs.target.weights, [[1, 1], [1, 0]])
+    np.testing.assert_array_equal(pairs.target.positions, [[0, 1], [0, -1]])
+
+
+def test_the_end_is_a_label_though_padding_has_its_id():
+    pairs = pad_pairs([[3]], [[5, 6]], source_len=2, target_len=5, start_id=1, end_id=2, pad_id=2)
+    np.testing.assert_array_equal(pairs.target.labels, [[5, 6, 2, 2, 2]])
+    np.testing.assert_array_equal(pairs.target.weights, [[1, 1, 1, 0, 0]])
+
+
+@pytest.mark.parametrize(("sources", "targets", "message"), [
+    ([], [], "0 sources and 0 targets make no pairs"),
+    ([[3]], [[4], [5]], "1 sources and 2 targets make no pairs"),
+    ([[3] * 4], [[4]], "source 0 has 5 tokens with its end, over the 4 that fit"),
+    ([[3], [3]], [[4], [4, 4]], "target 1 has 3 tokens with its end, over the 2 that fit"),
+])  # fmt: skip
+def test_pairs_that_do_not_fit_are_refused(sources, targets, message):
+    with pytest.raises(ValueError, match=message):
+        pad_pairs(sources, targets, source_len=4, target_len=2, start_id=1, end_id=2)
