@@ -22,7 +22,7 @@ from jaxformer.storage import KV
 
 Static = tuple[Any, float, float | None]
 """The tree of a mask, scale and softcap."""
-BLOCK = 256
+BLOCK = 512
 """Slots read at a time: large enough for a good product, small beside a long cache."""
 
 
@@ -64,8 +64,9 @@ def _attend(static: Static, q: Array, view: LayerView, mask_leaves: list[Array],
     def take(online: Online, kv: KV, start: Array, new: Array) -> Online:
         """Takes keys [B K C H], from number `start` of the mask's on; those that are not `new` were taken before."""
         size = kv.k.shape[2]
-        scores = jnp.einsum("BKGTH,BKCH->BKGTC", query, kv.k, preferred_element_type=jnp.float32) * scale
-        scores = softcapped(scores, softcap)
+        # Keys come first, because XLA's CPU backend turns the second factor around, and queries are the smaller one.
+        scores = jnp.einsum("BKCH,BKGTH->BKCGT", kv.k, query, preferred_element_type=jnp.float32) * scale
+        scores = softcapped(rearrange(scores, "B K C G T -> B K G T C"), softcap)
         some = _some_keys(mask, start, size)
         if bias is not None:
             if callable(bias):
